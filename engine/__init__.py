@@ -1,0 +1,29 @@
+"""The engine's public face. Names load on first use, so `import engine.events` never pulls in torch."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from engine import bench, events
+    from engine.config import EngineConfig, SetupError
+    from engine.engine import Engine
+    from engine.params import SamplingParams
+
+__all__ = ["Engine", "EngineConfig", "SamplingParams", "SetupError", "bench", "events"]
+
+_home = {
+    "Engine": "engine.engine",
+    "EngineConfig": "engine.config",
+    "SamplingParams": "engine.params",
+    "SetupError": "engine.config",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _home:
+        return getattr(import_module(_home[name]), name)
+    if name in __all__:
+        return import_module(f"engine.{name}")
+    raise AttributeError(f"module 'engine' has no attribute {name!r}")

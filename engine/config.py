@@ -1,0 +1,133 @@
+"""EngineConfig and ModelConfig: every setting of a run, validated once and frozen.
+
+Owns the knobs, their ranges and the facts read from a model's config.json or GGUF header; imports no
+torch, so `kvtop size` and the headless help stay fast. Wrong values raise SetupError: one line that
+says what is wrong and what to do.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+
+class SetupError(Exception):
+    """Bad input or set-up. The message is one line, at most 200 characters, and says what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """Rotary embedding. kind default: plain theta; linear, llama3, yarn: scaled as in transformers'
+    `rope_parameters`."""
+
+    theta: float = 10_000.0
+    kind: Literal["default", "linear", "llama3", "yarn"] = "default"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position: int = 8192
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """Shape and flags of a decoder; one decoder class serves them all by these flags."""
+
+    architecture: Literal["llama", "mistral", "qwen2", "qwen3"]
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    rms_norm_eps: float = 1e-6
+    rope: RopeConfig = field(default_factory=RopeConfig)
+    tie_word_embeddings: bool = False
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    eos_token_ids: tuple[int, ...] = ()
+    bos_token_id: int | None = None
+    name: str = ""
+    generation: dict[str, Any] = field(default_factory=dict)
+    """temperature, top_k, top_p, do_sample of the model's generation_config, if it has one."""
+
+    def kv_bytes_per_token(self, bytes_per_value: int) -> int:
+        """layers x kv heads x head dim x 2 (K and V) x bytes."""
+        return self.num_layers * self.num_kv_heads * self.head_dim * 2 * bytes_per_value
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Every knob of an engine. Raises SetupError on a value out of range."""
+
+    model: str | None = None
+    """Hub id, local folder, .gguf file; None is the built-in model."""
+    revision: str | None = None
+    """Branch, tag or commit on the hub."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    dtype: Literal["auto", "bfloat16", "float32", "float64"] = "auto"
+    """Of weights, activations and KV; auto is bfloat16."""
+    ops: Literal["auto", "reference", "cpu", "triton"] = "auto"
+    block_size: int = 16
+    """Tokens per block, a power of two from 1 to 256."""
+    num_blocks: int | None = None
+    """Physical blocks, the null block included; over kv_cache_memory."""
+    kv_cache_memory: int | None = None
+    """Bytes for KV; None is 192 MiB on a CPU and gpu_memory_utilization on a GPU."""
+    gpu_memory_utilization: float = 0.9
+    """Part of a GPU's memory that weights, activations and KV may take."""
+    max_model_len: int | None = None
+    """Longest sequence in tokens; None takes the model's, clamped to what the pool holds."""
+    max_num_batched_tokens: int | None = None
+    """Token budget of a step; None is 512 on a CPU, 2,048 on a GPU."""
+    max_num_seqs: int = 64
+    """Most sequences that run at once."""
+    enable_prefix_caching: bool = True
+    enable_chunked_prefill: bool = True
+    """Off: a prompt is computed in one step or waits until it fits the budget."""
+    long_prefill_token_threshold: int = 0
+    """Most tokens of one prompt in a step while others wait or run; 0 is no limit."""
+    seed: int = 0
+    """Base of the sampling seeds of requests that bring none."""
+    hash_seed: int | None = None
+    """Root of the block hashes; None is random at each start."""
+    threads: int | None = None
+    """Threads of the CPU ops; None is all cores."""
+
+    def __post_init__(self) -> None:
+        def need(ok: bool, text: str) -> None:
+            if not ok:
+                raise SetupError(text)
+
+        b = self.block_size
+        need(1 <= b <= 256 and b & (b - 1) == 0, f"--block-size must be a power of two from 1 to 256, not {b}")
+        n = self.num_blocks
+        need(n is None or n >= 2, f"--num-blocks must be at least 2 (block 0 is the null block), not {n}")
+        m = self.kv_cache_memory
+        need(m is None or m > 0, f"--kv-cache-memory must be over 0, not {m}")
+        u = self.gpu_memory_utilization
+        need(0 < u <= 1, f"--gpu-memory-utilization must be over 0 and at most 1, not {u}")
+        x = self.max_model_len
+        need(x is None or x >= 2, f"--max-model-len must be at least 2, not {x}")
+        s = self.max_num_seqs
+        need(s >= 1, f"--max-num-seqs must be at least 1, not {s}")
+        t = self.max_num_batched_tokens
+        need(t is None or t >= 1, f"--max-num-batched-tokens must be at least 1, not {t}")
+        need(
+            t is None or t > s,
+            f"--max-num-batched-tokens ({t}) must exceed --max-num-seqs ({s}), or decodes alone would fill a step",
+        )
+        need(self.long_prefill_token_threshold >= 0, "long_prefill_token_threshold must be 0 or more")
+        need(0 <= self.seed < 2**63, f"--seed must be between 0 and 2**63 - 1, not {self.seed}")
+        h = self.hash_seed
+        need(h is None or 0 <= h < 2**64, f"--hash-seed must be between 0 and 2**64 - 1, not {h}")
+        need(self.threads is None or self.threads >= 1, f"--threads must be at least 1, not {self.threads}")

@@ -1,0 +1,465 @@
+"""The event schema: THE contract between whoever makes KV blocks move and whoever shows it.
+
+Owns the types, their JSON form and nothing else; imports no torch. Two laws hold for every stream:
+replaying the seven pool events rebuilds ref counts, hashes, tables and the exact free-queue order at
+every step; and `seq` and `first_event` are contiguous, so that a missing batch or event is visible.
+A change of any field here bumps `SCHEMA`, regenerates the fixtures and is told in CHANGELOG.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any, Literal
+
+import msgspec
+
+SCHEMA = 1
+"""Major version of the contract. Readers refuse a newer one and skip unknown event types."""
+
+NULL_BLOCK = 0
+"""Physical block that is never handed out; the pool's queue starts as 1..num_blocks-1."""
+
+
+class Event(msgspec.Struct, frozen=True, gc=False, tag_field="type", tag=True):
+    """Base of all events. In JSON `type` (the class name) comes first."""
+
+
+# ------------------------------------------------------------------ pool: only these seven change it
+
+
+class BlocksAllocated(Event, frozen=True):
+    """Popped from the queue's head in this order; ref = 1; appended to the sequence's table."""
+
+    seq_id: int
+    ids: list[int]
+
+
+class BlocksTouched(Event, frozen=True):
+    """Left the queue if ref was 0; ref + 1; appended to the sequence's table."""
+
+    seq_id: int
+    ids: list[int]
+    why: Literal["hit", "fork"]
+
+
+class BlocksCopied(Event, frozen=True):
+    """Copy-on-write: dst popped from the head (without BlocksAllocated), ref[dst] = 1,
+    table[index] = dst, ref[src] - 1 (src stays referenced by another table)."""
+
+    seq_id: int
+    index: int
+    src: int
+    dst: int
+
+
+class BlocksReleased(Event, frozen=True):
+    """The table's last len(ids) entries, last first; ref - 1 each. Of those now at 0 the unhashed go
+    to the queue's head as one group in this order, the hashed to its tail in this order."""
+
+    seq_id: int
+    ids: list[int]
+
+
+class BlocksStored(Event, frozen=True):
+    """Full blocks enter the hash table.
+
+    `parent` is the hash before the first of them (the root's for start_index 0), `token_ids` the
+    len(ids) * block_size tokens, `salt` the digest that block 0's hash covers (None without salt).
+    Hashes are 32 hex digits.
+    """
+
+    seq_id: int
+    start_index: int
+    ids: list[int]
+    hashes: list[str]
+    parent: str
+    token_ids: list[int]
+    salt: str | None = None
+
+
+class BlocksEvicted(Event, frozen=True):
+    """Drops the hashes of these blocks and moves nothing.
+
+    reallocated: taken for new content by `by_seq` (precedes its Allocated or Copied);
+    unwritten: published for a forward that did not run; invalid: KV found bad (NaN logits).
+    """
+
+    ids: list[int]
+    hashes: list[str]
+    by_seq: int | None
+    why: Literal["reallocated", "unwritten", "invalid"]
+
+
+class CacheCleared(Event, frozen=True):
+    """Drops all hashes; the queue's order is unchanged."""
+
+
+class PoolSnapshot(Event, frozen=True):
+    """The pool's own word, made by the pool between two steps; last event of its own batch.
+
+    refs: triples [first, count, ref, ...] over the blocks with ref > 0, ascending.
+    queue: pairs [first, count, ...] head first; a negative count runs downwards (5, -3 = 5, 4, 3).
+    hashed_ids / hashes: every block that carries a hash, ascending by id.
+    seq_ids / tables / computed: live sequences, their block tables and num_computed tokens.
+    """
+
+    refs: list[int]
+    queue: list[int]
+    hashed_ids: list[int]
+    hashes: list[str]
+    seq_ids: list[int]
+    tables: list[list[int]]
+    computed: list[int]
+
+
+# ------------------------------------------------------------------------------------ engine life
+
+
+class ModelLoading(Event, frozen=True):
+    """Progress of a start; `done` and `total` in the unit that `what` implies (bytes for files)."""
+
+    done: int
+    total: int
+    what: str
+
+
+class EngineStarted(Event, frozen=True):
+    """First event of a run but for ModelLoading. Pool events come only after it."""
+
+    schema: int
+    source: Literal["live", "simulated", "recorded", "remote"]
+    capabilities: list[str]
+    """What this source can know: blocks, text, timings, device. Panels say so where it can't."""
+    model: str
+    device: str
+    dtype: str
+    num_blocks: int
+    """Physical blocks, the null block included."""
+    block_size: int
+    bytes_per_block: int
+    weights_bytes: int
+    hash_seed: int | None
+    """None in a redacted recording: hashes then cannot be recomputed."""
+    epoch: float
+    """Unix time at t = 0 of the batches."""
+    max_model_len: int
+    knobs: dict[str, Any]
+    """Every other setting of the engine, by its name."""
+
+
+class EngineStopped(Event, frozen=True):
+    """Last event of a complete stream."""
+
+    reason: str = "stopped"
+
+
+class EngineError(Event, frozen=True):
+    """Something failed. fatal: the engine stops; otherwise it goes on without `request_id`."""
+
+    message: str
+    request_id: int | None = None
+    fatal: bool = False
+
+
+class DeviceSample(Event, frozen=True):
+    """None = this device does not tell. util in percent, memory in bytes, power in W, temperature
+    in degrees Celsius, bandwidth in bytes/s."""
+
+    util: float | None = None
+    memory: int | None = None
+    memory_total: int | None = None
+    power: float | None = None
+    temperature: float | None = None
+    bandwidth: float | None = None
+
+
+# --------------------------------------------------------------------------------------- requests
+
+
+class Timings(msgspec.Struct, frozen=True, gc=False):
+    """Instants on the batches' clock, in seconds; None where the request never got there."""
+
+    t_arrival: float
+    t_admitted: float | None = None
+    t_first_token: float | None = None
+    t_last_token: float | None = None
+    t_finished: float | None = None
+
+
+class Usage(msgspec.Struct, frozen=True, gc=False):
+    """Tokens. cached + computed = prompt at the first admission; cache_write = prompt tokens in
+    blocks that this request published; recomputed = computed again after preemptions."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    computed_tokens: int
+    cache_write_tokens: int
+    output_tokens: int
+    preemptions: int = 0
+    recomputed_tokens: int = 0
+
+
+class RequestQueued(Event, frozen=True):
+    """A request entered the waiting queue. spans: (start, end, role, name) over prompt tokens."""
+
+    request_id: int
+    prompt_token_ids: list[int]
+    t_arrival: float
+    n: int = 1
+    priority: int = 0
+    salt: str | None = None
+    conversation: int | None = None
+    spans: list[tuple[int, int, str, str]] = []
+    params: dict[str, Any] = {}
+
+
+class PrefixLookup(Event, frozen=True):
+    """One look into the hash table, once per admission (later look-ups of a running prefill emit
+    only BlocksTouched). hashes: every full block of the sequence that could be asked for."""
+
+    request_id: int
+    hashes: list[str]
+    hit_blocks: int
+    queried_blocks: int
+    hit_tokens: int
+    prompt_tokens: int
+    resumed: bool = False
+    template_rewrote_history: bool = False
+
+
+class AdmissionBlocked(Event, frozen=True):
+    """The head of the waiting queue cannot be admitted; emitted on change only. need, free: blocks."""
+
+    request_id: int
+    need: int
+    free: int
+    reason: str
+
+
+class RequestAdmitted(Event, frozen=True):
+    """From waiting to running. cached_tokens: read from the cache instead of computed."""
+
+    request_id: int
+    seq_id: int
+    cached_tokens: int
+    resumed: bool = False
+
+
+class RequestPreempted(Event, frozen=True):
+    """Back to the front of the waiting queue; its blocks were released (BlocksReleased)."""
+
+    request_id: int
+    seq_ids: list[int]
+    tokens_lost: int
+    """Computed tokens whose KV was given up (part of it may come back as cache hits)."""
+
+
+class RequestFinished(Event, frozen=True):
+    """reason: stop, length, abort, error, refused; `error` says why for the last two."""
+
+    request_id: int
+    reason: Literal["stop", "length", "abort", "error", "refused"]
+    timings: Timings
+    usage: Usage
+    error: str | None = None
+
+
+# ------------------------------------------------------------------------------------------ steps
+
+
+class StepScheduled(Event, frozen=True):
+    """Columns, one row per scheduled sequence: tokens [start, start + n) are computed."""
+
+    seq_ids: list[int]
+    start: list[int]
+    n: list[int]
+    drafts: list[int] = []
+
+
+class TokensSampled(Event, frozen=True):
+    """Columns, one event a step, a row for every scheduled sequence that was executed.
+
+    counts: tokens sampled in that row (0 for a chunk that is not the last); token_ids is flat over
+    rows; num_computed after the step; text: what became visible (never half a character).
+    """
+
+    seq_ids: list[int]
+    token_ids: list[int]
+    counts: list[int]
+    num_computed: list[int]
+    text: list[str]
+
+
+class TokenPieces(Event, frozen=True):
+    """Raw bytes of token ids at their first use in a stream, so that no reader needs a tokenizer."""
+
+    ids: list[int]
+    bytes: list[bytes]
+
+
+class SequenceForked(Event, frozen=True):
+    """Emitted before parent and child sample."""
+
+    request_id: int
+    parent: int
+    child: int
+
+
+class BeamPruned(Event, frozen=True):
+    """A beam was dropped; its blocks follow as BlocksReleased."""
+
+    request_id: int
+    seq_id: int
+
+
+class DraftVerified(Event, frozen=True):
+    """Speculative tokens proposed and accepted for one sequence in one step."""
+
+    seq_id: int
+    proposed: int
+    accepted: int
+
+
+class StepCompleted(Event, frozen=True):
+    """Times in seconds; t_gpu None without a GPU. queues: running, waiting, preempted (a part of
+    waiting). free, active, cached: usable blocks never hashed and unreferenced / referenced /
+    unreferenced but hashed; they add up to num_blocks - 1. slow: slow motion waited in this step."""
+
+    slow: bool
+    budget: int
+    decode_tokens: int
+    prefill_tokens: int
+    t_schedule: float
+    t_prepare: float
+    t_forward: float
+    t_sample: float
+    t_gpu: float | None
+    queues: dict[str, int]
+    free: int
+    active: int
+    cached: int
+
+
+POOL_EVENTS = (
+    BlocksAllocated,
+    BlocksTouched,
+    BlocksCopied,
+    BlocksReleased,
+    BlocksStored,
+    BlocksEvicted,
+    CacheCleared,
+)
+"""The only events that change pool state."""
+
+ALL_EVENTS: tuple[type[Event], ...] = (
+    *POOL_EVENTS,
+    PoolSnapshot,
+    ModelLoading,
+    EngineStarted,
+    EngineStopped,
+    EngineError,
+    DeviceSample,
+    RequestQueued,
+    PrefixLookup,
+    AdmissionBlocked,
+    RequestAdmitted,
+    RequestPreempted,
+    RequestFinished,
+    StepScheduled,
+    TokensSampled,
+    TokenPieces,
+    SequenceForked,
+    BeamPruned,
+    DraftVerified,
+    StepCompleted,
+)
+
+
+class StepBatch(msgspec.Struct, frozen=True, gc=False):
+    """Every mutation since the last batch, in order.
+
+    seq: contiguous from 0. t: seconds, monotonic. step: engine steps begun so far. first_event:
+    running index of events[0] over the whole stream.
+    """
+
+    seq: int
+    t: float
+    step: int
+    first_event: int
+    events: list[Any]
+
+
+# ------------------------------------------------------------------------------------------- JSON
+
+_encoder = msgspec.json.Encoder()
+_tags = {t.__name__: msgspec.json.Decoder(t) for t in ALL_EVENTS}
+
+
+class _RawBatch(msgspec.Struct):
+    seq: int
+    t: float
+    step: int
+    first_event: int
+    events: list[msgspec.Raw]
+
+
+class _Tag(msgspec.Struct):
+    type: str
+
+
+_raw_decoder = msgspec.json.Decoder(_RawBatch)
+_tag_decoder = msgspec.json.Decoder(_Tag)
+
+
+class UnknownEvent(msgspec.Struct, frozen=True):
+    """An event type of a newer minor version: skipped by readers, kept so that indices still hold."""
+
+    type: str
+
+
+def encode_batch(batch: StepBatch) -> bytes:
+    """One line of JSON without its newline."""
+    return _encoder.encode(batch)
+
+
+def decode_batch(line: bytes | str) -> StepBatch:
+    """Inverse of `encode_batch`.
+
+    Unknown event types become `UnknownEvent`. Raises msgspec.DecodeError (a ValidationError for a
+    known type with wrong fields) on anything else that is not a batch.
+    """
+    raw = _raw_decoder.decode(line)
+    events: list[Any] = []
+    for item in raw.events:
+        tag = _tag_decoder.decode(item).type
+        decoder = _tags.get(tag)
+        events.append(UnknownEvent(tag) if decoder is None else decoder.decode(item))
+    return StepBatch(raw.seq, raw.t, raw.step, raw.first_event, events)
+
+
+# ------------------------------------------------------------------------------------------- runs
+
+
+def to_runs(ids: Iterable[int]) -> list[int]:
+    """[5, 6, 7, 3, 2, 9] -> [5, 3, 3, -2, 9, 1]: pairs (first, count), count < 0 downwards."""
+    runs: list[int] = []
+    first = last = count = step = 0
+    for i in ids:
+        if count and i == last + 1 and step >= 0:
+            step, count = 1, count + 1
+        elif count and i == last - 1 and step <= 0:
+            step, count = -1, count + 1
+        else:
+            if count:
+                runs += (first, -count if step < 0 else count)
+            first, count, step = i, 1, 0
+        last = i
+    if count:
+        runs += (first, -count if step < 0 else count)
+    return runs
+
+
+def from_runs(runs: list[int]) -> Iterator[int]:
+    """Inverse of `to_runs`."""
+    for first, count in zip(runs[::2], runs[1::2], strict=True):
+        yield from range(first, first + count) if count >= 0 else range(first, first + count, -1)

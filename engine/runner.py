@@ -1,0 +1,70 @@
+"""ModelRunner: the seam between the scheduler's plan and whatever computes it.
+
+Owns the Plan and StepOutput types and the protocol. Implementations: TorchRunner (torch_runner.py),
+ToyRunner (toy.py, proves KV data without a model). A runner stores the KV of the whole batch
+in every layer before any attention reads, and never splits a step so that a reader precedes its writer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from engine.sequence import Sequence
+
+
+@dataclass(slots=True)
+class Row:
+    """One scheduled sequence: compute its tokens [start, start + n); sample one more if `sample`."""
+
+    seq: Sequence
+    start: int
+    n: int
+    sample: bool
+
+
+@dataclass(slots=True)
+class Plan:
+    """A step as data. `copies` run in order before any write, a new launch wherever a block id
+    repeats; `retired` are sequences whose rows the runner may reuse."""
+
+    step: int
+    rows: list[Row] = field(default_factory=list)
+    copies: list[tuple[int, int]] = field(default_factory=list)
+    retired: list[int] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class StepOutput:
+    """token_ids: per row, empty where nothing was sampled. bad_rows: rows whose logits were not
+    finite (their token_ids are empty). Times in seconds."""
+
+    token_ids: list[list[int]]
+    bad_rows: list[int] = field(default_factory=list)
+    t_prepare: float = 0.0
+    t_forward: float = 0.0
+    t_sample: float = 0.0
+    t_gpu: float | None = None
+
+
+class ModelRunner(Protocol):
+    """What EngineCore needs of a runner. `execute` may raise: then the step counts as not executed."""
+
+    num_blocks: int
+    block_size: int
+    bytes_per_block: int
+    weights_bytes: int
+    vocab_size: int
+    max_model_len: int
+    model_name: str
+    device: str
+    dtype: str
+
+    def execute(self, plan: Plan) -> StepOutput:
+        """Copies, writes, attention, sampling of one step."""
+        ...
+
+    def step_budget(self, max_num_batched_tokens: int, context: int) -> int:
+        """Tokens a step may take with this longest context, at most max_num_batched_tokens (a CPU
+        shrinks it so that a step stays under half a second)."""
+        ...
