@@ -19,6 +19,9 @@ SCHEMA = 1
 NULL_BLOCK = 0
 """Physical block that is never handed out; the pool's queue starts as 1..num_blocks-1."""
 
+_Bytes = bytes
+"""The contract names a field `bytes`, which would hide the type inside its class."""
+
 
 class Event(msgspec.Struct, frozen=True, gc=False, tag_field="type", tag=True):
     """Base of all events. In JSON `type` (the class name) comes first."""
@@ -294,7 +297,7 @@ class TokenPieces(Event, frozen=True):
     """Raw bytes of token ids at their first use in a stream, so that no reader needs a tokenizer."""
 
     ids: list[int]
-    bytes: list[bytes]
+    bytes: list[_Bytes]
 
 
 class SequenceForked(Event, frozen=True):
