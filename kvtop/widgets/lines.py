@@ -1,0 +1,185 @@
+"""Lines: the base of every painted widget, a list of finished rows with the Line API.
+
+Owns the strips. Invariants: a row that did not change keeps its Strip object, so Textual finds its
+ANSI text in the Strip's cache; only changed rows are refreshed; every Segment carries a Style (the
+NO_COLOR filter fails on None) with the widget's own background; a size of 0 x 0 is harmless.
+Borders and padding belong to the parent, because `render_lines` here skips Textual's styles cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from rich.cells import cell_len
+from rich.segment import Segment
+from rich.style import Style
+from textual import events
+from textual.geometry import Region
+from textual.selection import Selection
+from textual.strip import Strip
+from textual.widget import Widget
+
+if TYPE_CHECKING:
+    from kvtop.state import DashboardState
+
+Part = tuple[str, Style]
+"""Text without control characters (foreign text through `safe_text` first) and how it looks."""
+
+Row = tuple[Part, ...]
+"""One line of a widget, left to right; shorter rows are padded, longer ones cut at the width."""
+
+
+class Lines(Widget):
+    """A widget that is a list of rows.
+
+    Subclasses implement `paint(state, now)`: called by the application's clock and after a change of
+    size or theme, it hands its rows to `set_rows` or `set_row`. Styles come from `self.palette`.
+    """
+
+    DEFAULT_CSS = "Lines { width: 1fr; height: 1fr; }"
+    ALLOW_SELECT = False
+
+    def __init__(self, *, id: str | None = None, classes: str | None = None) -> None:
+        super().__init__(id=id, classes=classes)
+        self._rows: list[Row | None] = []
+        self._strips: list[Strip] = []
+        self._base = Style.null()
+
+    # ------------------------------------------------------------------------- for subclasses
+
+    def paint(self, state: DashboardState, now: float) -> None:
+        """Show `state`; `now` is the display's clock in seconds (state.t, or later while motion runs)."""
+
+    @property
+    def palette(self) -> Any:
+        """kvtop.themes.Palette of the theme in force."""
+        return self.app.palette  # type: ignore[attr-defined]
+
+    @property
+    def lines(self) -> list[str]:
+        """What the rows say, without styles; each as wide as the widget."""
+        return [strip.text for strip in self._strips]
+
+    def set_rows(self, rows: Sequence[Iterable[Part]]) -> None:
+        """Replace all rows; those beyond the height are dropped."""
+        height = self.size.height
+        self._resize(min(len(rows), height))
+        for y, row in enumerate(rows[:height]):
+            self.set_row(y, row)
+
+    def set_row(self, y: int, row: Iterable[Part]) -> None:
+        """Replace row y, and refresh it from the first part that differs."""
+        width, height = self.size
+        if not width or not 0 <= y < height:
+            return
+        if y >= len(self._rows):
+            self._resize(y + 1)
+        new = tuple(part for part in row if part[0])
+        old = self._rows[y]
+        if new == old:
+            return
+        self._rows[y] = new
+        base = self._base
+        segments = [Segment(text, base + style) for text, style in new]
+        self.set_strip(y, Strip(segments).adjust_cell_length(width, base), _common(old, new) if old else 0)
+
+    def set_strip(self, y: int, strip: Strip, start: int = 0, end: int | None = None) -> None:
+        """Lower level of `set_row`: a finished strip, exactly as wide as the widget, whose cells
+        [start, end) changed."""
+        self._strips[y] = strip
+        stop = self.size.width if end is None else end
+        if stop > start:
+            self.refresh(Region(start, y, stop - start, 1))
+
+    def forget(self) -> None:
+        """Drop what is known of the rows (theme or size changed): the next paint renews each. The
+        old strips stay on the screen until then."""
+        self._base = self._base_style()
+        self._rows = [None] * len(self._rows)
+
+    # ------------------------------------------------------------------------------ machinery
+
+    def _base_style(self) -> Style:
+        style = self.visual_style
+        return Style(color=style.foreground.rich_color, bgcolor=style.background.rich_color)
+
+    def _resize(self, count: int) -> None:
+        have = len(self._strips)
+        if count < have:
+            del self._rows[count:], self._strips[count:]
+            self.refresh(Region(0, count, self.size.width, have - count))
+        else:
+            blank = Strip.blank(self.size.width, self._base)
+            self._rows += [None] * (count - have)
+            self._strips += [blank] * (count - have)
+
+    def _on_mount(self, event: events.Mount) -> None:
+        self._base = self._base_style()
+        self.app.theme_changed_signal.subscribe(self, lambda _theme: self.forget(), immediate=True)
+
+    def _on_resize(self, event: events.Resize) -> None:
+        self.forget()
+        self.refresh()
+
+    def notify_style_update(self) -> None:
+        """Called by Textual after any change of styles; only one of colours matters here."""
+        super().notify_style_update()
+        if self.is_attached and self._base_style() != self._base:
+            self.forget()
+
+    def render_line(self, y: int) -> Strip:
+        """Row y at full width (Textual asks for it when the mouse selects text)."""
+        width = self.size.width
+        strip = self._strips[y] if y < len(self._strips) else Strip.blank(width, self._base)
+        if strip.cell_length != width:
+            strip = strip.adjust_cell_length(width, self._base)
+        if not self.allow_select:
+            return strip
+        selection = self.text_selection
+        if selection is not None and (span := selection.get_span(y)) is not None:
+            strip = self._mark(strip, *span)
+        return strip.apply_offsets(0, y)
+
+    def render_lines(self, crop: Region) -> list[Strip]:
+        """The kept strips, through the application's filters (NO_COLOR, ANSI colours)."""
+        filters, background = self.get_line_filters(), self.background_colors[1]
+        whole = crop.column_span == (0, self.size.width)
+        strips = []
+        for y in crop.line_range:
+            strip = self.render_line(y)
+            for line_filter in filters:
+                strip = strip.apply_filter(line_filter, background)
+            strips.append(strip if whole else strip.crop(*crop.column_span))
+        return strips
+
+    def _mark(self, strip: Strip, start: int, end: int) -> Strip:
+        text = strip.text
+        first = cell_len(text[:start])
+        last = strip.cell_length if end == -1 else cell_len(text[:end])
+        if last <= first:
+            return strip
+        style = self.screen.get_component_rich_style("screen--selection")
+        left, middle, right = strip.crop(0, first), strip.crop(first, last), strip.crop(last)
+        # The selection's own colours must win over those of the segments below.
+        chosen = [Segment(s.text, (s.style or self._base) + style) for s in middle]
+        return Strip.join([left, Strip(chosen, last - first), right])
+
+    def get_selection(self, selection: Selection) -> tuple[str, str] | None:
+        """The selected text of the rows, without the padding on the right."""
+        text = "\n".join(line.rstrip() for line in self.lines)
+        return (selection.extract(text), "\n") if text.strip() else None
+
+    def selection_updated(self, selection: Selection | None) -> None:
+        """Repaint with the new selection."""
+        self.refresh()
+
+
+def _common(old: Row, new: Row) -> int:
+    """Cells that the equal leading parts of two rows take."""
+    cells = 0
+    for a, b in zip(old, new, strict=False):
+        if a != b:
+            break
+        cells += cell_len(a[0])
+    return cells
