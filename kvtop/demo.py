@@ -1,0 +1,320 @@
+"""Demos: scripted scenes that drive a real engine, in the dashboard, headless, and as a test.
+
+Owns where demos lie (`demos/` beside the package, else inside it), how one is loaded, and Performance,
+which plays a script. A script is a generator over a Stage: it submits, captions and checks, and yields
+wherever it waits. Invariant: whatever a check has `got` was read from DashboardState, so from events
+alone; the script never looks into the engine. No threads: whoever applies batches calls `tick` after.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import queue
+import statistics
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+from engine import Engine, EngineConfig, SamplingParams, SetupError
+from engine.events import StepBatch
+
+if TYPE_CHECKING:
+    from kvtop.state import DashboardState, RequestView
+
+# ------------------------------------------------------------------------------------ what a demo is
+
+
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """Yielded after a caption: the dashboard waits for the reader's key, headless goes on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Until:
+    """Yielded to wait: the script goes on once `done()` is true of the state."""
+
+    done: Callable[[], bool]
+
+
+Script = Iterator[Hold | Until]
+
+
+@dataclass(frozen=True, slots=True)
+class Demo:
+    """A demo file's `DEMO`. `settings` are EngineConfig fields that the scene needs, such as num_blocks."""
+
+    name: str
+    title: str
+    script: Callable[[Stage], Script]
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    def config(self, base: EngineConfig) -> EngineConfig:
+        """`base` (model, device, dtype, ...) with what the scene needs. Raises SetupError."""
+        return replace(base, **self.settings)
+
+
+class Stage:
+    """What a script acts on: it sends requests, tells the reader what happens, checks what events said."""
+
+    def __init__(self, engine: Engine, state: DashboardState) -> None:
+        self.engine = engine
+        self.state = state
+        self.captions: list[str] = []
+        self.checks: list[dict[str, Any]] = []
+        self.figures: dict[str, Any] = {}
+        self.failure: str | None = None
+
+    def caption(self, text: str) -> Hold:
+        """`yield stage.caption("…")`: show `text`, then wait for the reader."""
+        self.captions.append(" ".join(text.split()))
+        return Hold()
+
+    def submit(
+        self,
+        prompt: str | Sequence[int],
+        *,
+        max_tokens: int,
+        system: str | None = None,
+        system_name: str = "",
+        conversation: int | None = None,
+        salt: str | None = None,
+    ) -> int:
+        """Send a greedy request that generates exactly `max_tokens` tokens; returns its id at once."""
+        params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+        return self.engine.submit(
+            prompt, params, system=system, system_name=system_name, conversation=conversation, salt=salt
+        )
+
+    def finished(self, *request_ids: int) -> Until:
+        """`yield stage.finished(a, b)`: wait until all of these requests are done."""
+        return Until(lambda: all([self._is_done(r) for r in request_ids]))
+
+    def request(self, request_id: int) -> RequestView:
+        """What the events have said about a request so far. Raises KeyError before its RequestQueued."""
+        return self.state.requests[request_id]
+
+    def check(self, name: str, want: Any, got: Any, ok: bool | None = None) -> None:
+        """One line of the verdict; `ok` defaults to want == got."""
+        self.checks.append({"name": name, "want": want, "got": got, "ok": want == got if ok is None else ok})
+
+    def figure(self, **values: Any) -> None:
+        """More fields of the verdict, such as ttft_cold_ms."""
+        self.figures.update(values)
+
+    def _is_done(self, request_id: int) -> bool:
+        view = self.state.requests.get(request_id)
+        if view is None or view.phase != "finished":
+            return False
+        if view.finish_reason in ("refused", "error", "abort"):
+            self.failure = f"request {request_id}: {view.finish_reason}: {view.error or 'no reason given'}"
+        return True
+
+
+def ms(seconds: Sequence[float]) -> list[float]:
+    """Seconds as milliseconds with 0.1 ms resolution."""
+    return [round(s * 1e3, 1) for s in seconds]
+
+
+def median(values: Sequence[float]) -> float:
+    """The middle value: one slow run must not decide a demo."""
+    return statistics.median(values)
+
+
+# ---------------------------------------------------------------------------------- playing a script
+
+
+class Performance:
+    """One play of a demo. Call `tick` after every application of batches to the state.
+
+    hold: captions wait for `advance` (dashboard) or not (headless). `caption` and `waiting` are what to
+    show; `verdict` is None until the script is over.
+    """
+
+    def __init__(self, demo: Demo, engine: Engine, state: DashboardState, *, hold: bool) -> None:
+        self.demo = demo
+        self.stage = Stage(engine, state)
+        self.verdict: dict[str, Any] | None = None
+        self._hold = hold
+        self._script = demo.script(self.stage)
+        self._step: Hold | Until | None = None
+
+    @property
+    def caption(self) -> str:
+        """What the reader is told now."""
+        return self.stage.captions[-1] if self.stage.captions else self.demo.title
+
+    @property
+    def waiting(self) -> bool:
+        """True while the next thing to happen is the reader's key."""
+        return isinstance(self._step, Hold)
+
+    def advance(self) -> None:
+        """The reader has read the caption."""
+        if isinstance(self._step, Hold):
+            self._step = None
+            self.tick()
+
+    def tick(self) -> bool:
+        """Go on as far as the state allows; True if the script moved."""
+        moved = False
+        while self.verdict is None and self._may_go_on():
+            moved = True
+            try:
+                self._step = next(self._script)
+            except StopIteration:
+                self._close()
+            except Exception as error:  # a demo is somebody's file: its bug is a failed check, not our crash
+                self._close(f"{type(error).__name__}: {error}")
+        return moved
+
+    def _may_go_on(self) -> bool:
+        fatal = next((e for e in self.stage.state.errors if e.fatal), None)
+        if fatal is not None:
+            self._close(fatal.message)
+            return False
+        if isinstance(self._step, Hold):
+            return not self._hold
+        if self._step is None:
+            return True
+        done = self._step.done()
+        if self.stage.failure is not None:
+            self._close(self.stage.failure)
+            return False
+        return done
+
+    def _close(self, failure: str | None = None) -> None:
+        stage, started = self.stage, self.stage.state.started
+        if failure is not None:
+            stage.check("the script ran to its end", "no error", failure)
+        passed = sum(c["ok"] for c in stage.checks)
+        self._step = None
+        self.verdict = {
+            "type": "verdict",
+            "demo": self.demo.name,
+            "ok": passed == len(stage.checks) > 0,
+            "checks": stage.checks,
+            **stage.figures,
+        }
+        if started is not None:
+            names = ("model", "device", "dtype", "num_blocks", "block_size")
+            self.verdict.update({n: getattr(started, n) for n in names})
+        stage.caption(f"{passed} of {len(stage.checks)} checks passed")
+
+
+# ----------------------------------------------------------------------------------- finding demos
+
+
+def folder() -> Path:
+    """Where demos lie: beside the package in a checkout, inside it in an installation. Raises SetupError."""
+    package = Path(__file__).resolve().parent
+    for place in (package.parent / "demos", package / "demos"):
+        if (place / "page.txt").is_file():
+            return place
+    raise SetupError("the demos are missing from this installation; install kvtop-tui again")
+
+
+def load(name: str) -> Demo:
+    """The demo of this name, or of a .py file. Raises SetupError with the names there are."""
+    if name.endswith(".py"):
+        return _load_file(Path(name).expanduser())
+    demos = {d.name: d for d in all_demos()}
+    if name not in demos:
+        raise SetupError(f"no demo {name[:60]!r}; there are: {', '.join(demos)} (or the path of a .py file)")
+    return demos[name]
+
+
+def all_demos() -> list[Demo]:
+    """Every demo that is shipped, by name."""
+    return sorted((_load_file(p) for p in folder().glob("*.py")), key=lambda d: d.name)
+
+
+def listing(as_json: bool) -> str:
+    """What `kvtop demo list` prints: `[{name, title}]` or two columns."""
+    demos = all_demos()
+    if as_json:
+        return json.dumps([{"name": d.name, "title": d.title} for d in demos], ensure_ascii=False)
+    width = max(len(d.name) for d in demos)
+    return "\n".join(f"{d.name:<{width}}  {d.title}" for d in demos)
+
+
+def _load_file(path: Path) -> Demo:
+    if not path.is_file():
+        raise SetupError(f"no demo file {str(path)[-80:]!r}; `kvtop demo list` shows the shipped ones")
+    spec = importlib.util.spec_from_file_location(f"kvtop_demos_{path.stem}", path)
+    if spec is None or spec.loader is None:
+        raise SetupError(f"{path.name} is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise SetupError(f"{path.name} does not load: {type(error).__name__}: {error}"[:200]) from error
+    demo = getattr(module, "DEMO", None)
+    if not isinstance(demo, Demo):
+        raise SetupError(f"{path.name} has no DEMO = Demo(name, title, script); see demos/cache_hit.py")
+    return demo
+
+
+# ---------------------------------------------------------------------------------------- headless
+
+
+def run_headless(
+    demo: Demo,
+    base: EngineConfig,
+    *,
+    as_json: bool = False,
+    sinks: Sequence[Callable[[StepBatch], None]] = (),
+    build: Any = None,
+    out: TextIO | None = None,
+    err: TextIO | None = None,
+) -> int:
+    """Play `demo` without a terminal: captions go to `err`, the verdict is the last line of `out`.
+
+    sinks get every batch (a recorder), build is Engine's. Returns the exit code: 0, or 1 when a check
+    failed. Raises SetupError when the engine cannot start.
+    """
+    from kvtop.state import DashboardState
+
+    out, err = out or sys.stdout, err or sys.stderr
+    batches: queue.SimpleQueue[StepBatch] = queue.SimpleQueue()
+    engine = Engine(demo.config(base), build=build)
+    for sink in (*sinks, batches.put):
+        engine.subscribe(sink)
+    state = DashboardState()
+    engine.start()
+    try:
+        engine.wait_ready()
+        verdict = _play(Performance(demo, engine, state, hold=False), state, batches, err)
+    finally:
+        engine.stop()
+    print(json.dumps(verdict, ensure_ascii=False) if as_json else verdict_text(verdict), file=out, flush=True)
+    return 0 if verdict["ok"] else 1
+
+
+def _play(
+    play: Performance, state: DashboardState, batches: queue.SimpleQueue[StepBatch], err: TextIO
+) -> dict[str, Any]:
+    shown = 0
+    while True:
+        play.tick()
+        for text in play.stage.captions[shown:]:
+            shown += 1
+            print(f"{shown}. {text}", file=err, flush=True)
+        if play.verdict is not None:
+            return play.verdict
+        state.apply(batches.get())
+        while not batches.empty():
+            state.apply(batches.get())
+
+
+def verdict_text(verdict: Mapping[str, Any]) -> str:
+    """The verdict for people: a line a check, then the sum."""
+    checks = verdict["checks"]
+    lines = [
+        f"{'ok ' if c['ok'] else 'NOT'}  {c['name']}: {c['got']}" + ("" if c["ok"] else f" (want {c['want']})")
+        for c in checks
+    ]
+    passed = sum(c["ok"] for c in checks)
+    return "\n".join([*lines, f"{verdict['demo']}: {passed} of {len(checks)} checks passed"])
