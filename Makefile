@@ -1,0 +1,54 @@
+# Every target makes .venv and installs what it needs, and does so again only when pyproject.toml has changed.
+# Assumes Python 3.11 or newer, its pip and make. ARGS="…" goes to the program behind a target.
+
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+# The first interpreter that is new enough; looked up only when .venv has to be made.
+PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
+
+.PHONY: help setup run demo test check bench shots
+.DEFAULT_GOAL := help
+
+help:
+	@echo 'make setup         .venv with everything in it'
+	@echo 'make run           the dashboard over a live model'
+	@echo 'make demo NAME=x   a scripted scene; without NAME the list of them'
+	@echo 'make test          every test'
+	@echo 'make check         ruff, mypy, import walls'
+	@echo 'make bench         speed of the engine'
+	@echo 'make shots         the pictures of the README and of demos/shots'
+
+setup: $(READY)
+	@echo '$(BIN)/kvtop is ready'
+
+# Where Python comes without ensurepip (Debian without python3-venv), pip fills the venv from outside.
+$(READY): pyproject.toml
+	@test -x $(BIN)/python || test -n "$(PYTHON)" || \
+		{ echo 'kvtop needs Python 3.11 or newer; name one with: make setup PYTHON=/path/to/python3' >&2; exit 2; }
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV) || \
+		{ $(PYTHON) -m venv --without-pip $(VENV) && $(PYTHON) -m pip --python $(BIN)/python install --quiet pip; }
+	@echo 'installing into $(VENV): the first time takes a few minutes'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	@touch $@
+
+run: $(READY)
+	@$(BIN)/kvtop $(ARGS)
+
+demo: $(READY)
+	@$(BIN)/kvtop demo $(if $(NAME),$(NAME),list) $(ARGS)
+
+# With KVTOP_REQUIRE_MODEL a model that cannot be had is a failure; a bare pytest without a network skips.
+test: $(READY)
+	@KVTOP_REQUIRE_MODEL=1 $(BIN)/python -m pytest $(ARGS)
+
+check: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: $(READY)
+	@$(BIN)/kvtop bench $(ARGS)
