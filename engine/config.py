@@ -14,6 +14,10 @@ from typing import Any, Literal
 class SetupError(Exception):
     """Bad input or set-up. The message is one line, at most 200 characters, and says what to do."""
 
+    def __init__(self, message: str) -> None:
+        line = " ".join(message.split())
+        super().__init__(line if len(line) <= 200 else line[:199] + "…")
+
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
