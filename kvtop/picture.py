@@ -171,10 +171,10 @@ def _svg_run(run: Run, y: int) -> Iterator[str]:
     for x, width, text in _pieces(run):
         drawn = shapes(text[0], w, h)
         if drawn is None:
-            looks = (' font-weight="bold"' if run.bold else "") + (' font-style="italic"' if run.italic else "")
+            bold, italic = ' font-weight="bold"' * run.bold, ' font-style="italic"' * run.italic
             yield (
                 f'<text x="{x * w}" y="{y * h + h * 0.75:g}" textLength="{width * w}" '
-                f'lengthAdjust="spacingAndGlyphs" fill="{fill}" xml:space="preserve"{looks}>'
+                f'lengthAdjust="spacingAndGlyphs" fill="{fill}" xml:space="preserve"{bold}{italic}>'
                 f"{escape(text)}</text>"
             )
         elif isinstance(drawn[0], Rect) and _tiles_across(drawn, w):
