@@ -56,6 +56,10 @@ class Lines(Widget):
         """kvtop.themes.Palette of the theme in force."""
         return self.app.palette  # type: ignore[attr-defined]
 
+    def ink(self, name: str) -> Style:
+        """The palette's style for a block state, mark, graph or word ("free", "hit", "ttft", "muted")."""
+        return self.palette[name]  # type: ignore[no-any-return]
+
     @property
     def lines(self) -> list[str]:
         """What the rows say, without styles; each as wide as the widget."""

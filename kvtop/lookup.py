@@ -1,0 +1,160 @@
+"""What a look-up means in words: who computed the prefix, how much sooner the first word came, why it stopped.
+
+Pure functions of DashboardState; no textual. Invariant: a comparison is made only with an earlier
+request whose chain hash at the last hit block is the same, so it had the same tokens up to there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from kvtop.text import safe_text
+from kvtop.units import count, duration
+
+if TYPE_CHECKING:
+    from kvtop.requests import RequestView
+    from kvtop.state import DashboardState
+
+_EARLIER = 200
+"""How many earlier requests are searched."""
+
+
+def blocks_of(view: RequestView, size: int) -> int:
+    """Blocks that the prompt takes, the last one perhaps in part."""
+    return -(-view.prompt_tokens // size)
+
+
+def table_of(state: DashboardState, view: RequestView) -> list[int]:
+    """Physical block of each logical one. Of a finished request only those that still hold its content
+    are more than 0, since memory is handed on."""
+    if view.phase == "running":
+        return state.table(view.request_id)
+    table = list(view.last_table or state.table(view.request_id))
+    for i, block in enumerate(table):
+        known = view.lookup_hashes[i] if i < len(view.lookup_hashes) else None
+        if known is None or state.hash_of(block) != known:
+            table[i] = 0
+    return table
+
+
+def runs(ids: Iterable[int], most: int = 3) -> str:
+    """1, 2, 3, 7 -> "1–3, 7"; after `most` runs "…"."""
+    out: list[tuple[int, int]] = []
+    for i in ids:
+        if out and i == out[-1][1] + 1:
+            out[-1] = (out[-1][0], i)
+        else:
+            out.append((i, i))
+    texts = [f"{a:,}" if a == b else f"{a:,}–{b:,}" for a, b in out[:most]]
+    return ", ".join(texts) + (", …" if len(out) > most else "")
+
+
+def origin(state: DashboardState, view: RequestView) -> RequestView | None:
+    """The earlier request that this prefix was read after: the one that computed it if it is known,
+    else the latest that had it too."""
+    found = None
+    for other in _earlier(state, view):
+        if other.hit_blocks * 2 < view.hit_blocks:
+            return other
+        found = found or other
+    return found
+
+
+def cold(state: DashboardState, view: RequestView) -> RequestView | None:
+    """The latest earlier request with the same prefix, little of it cached, and a measured first word."""
+    for other in _earlier(state, view):
+        if other.cached_tokens * 2 < view.cached_tokens and other.ttft is not None and not other.slow:
+            return other
+    return None
+
+
+def _earlier(state: DashboardState, view: RequestView) -> Iterable[RequestView]:
+    n = view.hit_blocks
+    if not n or len(view.lookup_hashes) < n:
+        return
+    mark, seen = view.lookup_hashes[n - 1], 0
+    for rid in reversed(state.requests):
+        other = state.requests[rid]
+        if rid >= view.request_id:
+            continue
+        seen += 1
+        if seen > _EARLIER:
+            return
+        if len(other.lookup_hashes) >= n and other.lookup_hashes[n - 1] == mark:
+            yield other
+
+
+def speedup(state: DashboardState, view: RequestView) -> str:
+    """ "17×", or "" without a fair comparison."""
+    other = cold(state, view)
+    if other is None or view.slow or not view.ttft or not other.ttft or other.ttft < 1.5 * view.ttft:
+        return ""
+    ratio = other.ttft / view.ttft
+    return f"{ratio:.1f}×" if ratio < 10 else f"{ratio:.0f}×"
+
+
+def prefix_name(view: RequestView) -> str:
+    """What the hit part is: the attached page, or in which role its text stands."""
+    best, name = 0, ""
+    for start, end, role, label in view.spans:
+        size = min(end, view.cached_tokens) - start
+        if size > best:
+            best, name = size, safe_text(label) or {"system": "system text", "template": "template"}.get(role, "history")
+    return name or "the beginning"
+
+
+def whence(state: DashboardState, view: RequestView) -> str:
+    """ "page.txt as in #1 → physical 1–62"; "" without a hit."""
+    if not view.hit_blocks:
+        return ""
+    other = origin(state, view)
+    seen = f" as in #{other.request_id}" if other is not None else ""
+    return f"{prefix_name(view)}{seen} → physical {runs(view.hit_ids)}"
+
+
+def miss(view: RequestView) -> str:
+    """Why the look-up read no more than it did; "" while nobody knows."""
+    return view.explanation.short if view.explanation is not None else ""
+
+
+def sentence(state: DashboardState, view: RequestView) -> list[list[tuple[str, str]]]:
+    """THE sentence in forms from long to short; each a list of (text, role), role one of
+    verb, figure, words, time, cold."""
+    read, prompt = view.cached_tokens, view.prompt_tokens
+    late = view.ttft
+    other = cold(state, view) if late is not None else None
+    if late is None:
+        first = [(" · first word …", "words")]
+        if view.phase == "queued":
+            first = [(" · waits for its turn", "words")]
+        elif view.num_computed < prompt:
+            first = [(f" · {count(max(0, view.num_computed - read))} of {count(prompt - read)} computed …", "words")]
+        long = short = first
+    else:
+        slow = " (slow motion)" if view.slow else ""
+        long = [(" · first word after ", "words"), (duration(late) + slow, "time")]
+        short = [(" · ", "words"), (duration(late), "time")]
+        if other is not None:
+            long.append((f" (#{other.request_id}, cold: {duration(other.ttft)})", "cold"))
+            short.append((f" (cold {duration(other.ttft)})", "cold"))
+    if read:
+        verb, figures = "READ ", f"{count(read)} of {count(prompt)}"
+        tail = " tokens from cache"
+    else:
+        verb, figures = "COMPUTED ", f"all {count(prompt)}"
+        tail = " tokens, none in the cache"
+        if view.ttft is None:
+            verb = "COMPUTING "
+    brief = figures.removeprefix("all ").replace(" of ", "/")
+    return [
+        [(verb, "verb"), (figures, "figure"), (tail, "words"), *long],
+        [(verb, "verb"), (figures, "figure"), (" tokens", "words"), *short],
+        [(verb, "verb"), (figures, "figure"), *short],
+        [(verb, "verb"), (brief, "figure"), *short[:2]],
+    ]
+
+
+def physical(table: Sequence[int], indices: Iterable[int]) -> list[int]:
+    """Physical ids of logical blocks, those without one left out."""
+    return [table[i] for i in indices if 0 <= i < len(table) and table[i]]
