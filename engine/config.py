@@ -7,8 +7,12 @@ says what is wrong and what to do.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    import numpy as np
 
 
 class SetupError(Exception):
@@ -63,6 +67,35 @@ class ModelConfig:
     name: str = ""
     generation: dict[str, Any] = field(default_factory=dict)
     """temperature, top_k, top_p, do_sample of the model's generation_config, if it has one."""
+
+    @classmethod
+    def from_hf(
+        cls, config: Mapping[str, Any], generation_config: Mapping[str, Any] | None = None, *, name: str = ""
+    ) -> ModelConfig:
+        """From the contents of config.json and generation_config.json.
+
+        Raises SetupError that names the key: unsupported architecture or feature, missing, wrong type.
+        """
+        from engine.hf_config import from_hf
+
+        return from_hf(config, generation_config, name)
+
+    @classmethod
+    def from_gguf(
+        cls,
+        metadata: Mapping[str, Any],
+        shapes: Mapping[str, tuple[int, ...]],
+        *,
+        rope_factors: np.ndarray | None = None,
+        name: str = "",
+    ) -> ModelConfig:
+        """From a GGUF's metadata and its tensors' shapes (outermost first, by GGUF name).
+
+        `rope_factors`: the values of rope_freqs.weight, where there is one. Raises SetupError like from_hf.
+        """
+        from engine.gguf_config import from_gguf
+
+        return from_gguf(metadata, shapes, rope_factors, name)
 
     def kv_bytes_per_token(self, bytes_per_value: int) -> int:
         """layers x kv heads x head dim x 2 (K and V) x bytes."""

@@ -1,0 +1,186 @@
+"""Weights from safetensors or GGUF into tensors under Hugging Face's names.
+
+Invariant: what load() returns is complete and shaped as the ModelConfig says; nothing is allocated or
+mapped before the file's own claims were compared with its size. A GGUF's q and k come back un-permuted.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from threading import Lock
+
+import numpy as np
+import torch
+
+from engine import gguf_config, gguf_file
+from engine.config import ModelConfig, SetupError
+from engine.gguf_quants import dequantise
+from engine.hub import ModelFiles, Progress, shorten
+from engine.safetensors_file import open_shards
+
+_CHUNK_VALUES = 1 << 18
+"""Values decoded at a time: the float32 scratch (1 MiB) stays in a core's cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model's shape and its tensors."""
+
+    config: ModelConfig
+    weights: dict[str, torch.Tensor]
+    """Under Hugging Face's names; `lm_head.weight` is absent where embeddings are tied."""
+
+
+def load(files: ModelFiles, *, dtype: torch.dtype | None = None, progress: Progress | None = None) -> LoadedModel:
+    """Read all weights, as `dtype` (None: as stored, a GGUF as float32). Progress is in bytes of the files.
+
+    Raises SetupError: damaged files, missing tensors, wrong shapes, unsupported architecture.
+    """
+    report = progress or (lambda done, total, what: None)
+    if files.kind == "gguf":
+        return _load_gguf(files, dtype or torch.float32, report)
+    return _load_safetensors(files, dtype, report)
+
+
+def expected_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Name and shape of every tensor that a decoder with this config has."""
+    c = config
+    q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+    yield "model.embed_tokens.weight", (c.vocab_size, c.hidden_size)
+    for i in range(c.num_layers):
+        layer = f"model.layers.{i}."
+        linears = (
+            ("self_attn.q_proj", q, c.hidden_size, c.qkv_bias),
+            ("self_attn.k_proj", kv, c.hidden_size, c.qkv_bias),
+            ("self_attn.v_proj", kv, c.hidden_size, c.qkv_bias),
+            ("self_attn.o_proj", c.hidden_size, q, c.o_bias),
+            ("mlp.gate_proj", c.intermediate_size, c.hidden_size, c.mlp_bias),
+            ("mlp.up_proj", c.intermediate_size, c.hidden_size, c.mlp_bias),
+            ("mlp.down_proj", c.hidden_size, c.intermediate_size, c.mlp_bias),
+        )
+        for name, outputs, inputs, bias in linears:
+            yield f"{layer}{name}.weight", (outputs, inputs)
+            if bias:
+                yield f"{layer}{name}.bias", (outputs,)
+        if c.qk_norm:
+            yield f"{layer}self_attn.q_norm.weight", (c.head_dim,)
+            yield f"{layer}self_attn.k_norm.weight", (c.head_dim,)
+        yield f"{layer}input_layernorm.weight", (c.hidden_size,)
+        yield f"{layer}post_attention_layernorm.weight", (c.hidden_size,)
+    yield "model.norm.weight", (c.hidden_size,)
+    if not c.tie_word_embeddings:
+        yield "lm_head.weight", (c.vocab_size, c.hidden_size)
+
+
+def _check_shapes(config: ModelConfig, shapes: dict[str, tuple[int, ...]], name: str) -> list[str]:
+    """Names to load, all present with the right shape."""
+    names = []
+    for tensor, shape in expected_shapes(config):
+        found = shapes.get(tensor)
+        if found is None:
+            raise SetupError(f"{shorten(name)}: tensor {tensor} is missing; the model is incomplete, fetch it again")
+        if found != shape:
+            raise SetupError(
+                f"{shorten(name)}: {tensor} is {list(found)!s:.40}, its config says {list(shape)}; fetch it again"
+            )
+        names.append(tensor)
+    return names
+
+
+# ------------------------------------------------------------------ safetensors
+
+
+def _load_safetensors(files: ModelFiles, dtype: torch.dtype | None, report: Progress) -> LoadedModel:
+    config = ModelConfig.from_hf(files.config or {}, files.generation_config, name=files.name)
+    shards = open_shards(files.weights, files.weight_map)
+    # a base model saved without its head has no "model." in its names
+    bare = "embed_tokens.weight" in shards.shapes
+    shapes = {f"model.{name}" if bare else name: shape for name, shape in shards.shapes.items()}
+    names = _check_shapes(config, shapes, files.name)
+    stored = {name: name.removeprefix("model.") if bare else name for name in names}
+    total = sum(shards.sizes[stored[name]] for name in names)
+    done = 0
+    weights = {}
+    for name in names:
+        report(done, total, f"loading {files.name}")
+        tensor = shards.get(stored[name])
+        weights[name] = tensor if dtype is None or tensor.dtype == dtype else tensor.to(dtype)
+        done += shards.sizes[stored[name]]
+    report(total, total, f"loading {files.name}")
+    return LoadedModel(config, weights)
+
+
+# ------------------------------------------------------------------ GGUF
+
+
+def _load_gguf(files: ModelFiles, dtype: torch.dtype, report: Progress) -> LoadedModel:
+    gguf = gguf_file.read(files.weights[0])
+    stored = {}
+    for tensor in gguf.tensors.values():
+        name = gguf_config.hf_name(tensor.name)
+        if name is not None:
+            stored[name] = tensor
+        elif tensor.name != gguf_config.ROPE_FACTORS:
+            raise SetupError(f"{shorten(files.name)}: tensor {tensor.name:.60} belongs to no supported model")
+    config = ModelConfig.from_gguf(
+        gguf.metadata,
+        {name: tensor.shape for name, tensor in gguf.tensors.items()},
+        rope_factors=_rope_factors(gguf),
+        name=files.name,
+    )
+    names = _check_shapes(config, {name: tensor.shape for name, tensor in stored.items()}, files.name)
+    total = sum(stored[name].size for name in names)
+    done = 0
+    lock = Lock()
+
+    def decode(name: str) -> torch.Tensor:
+        nonlocal done
+        tensor = stored[name]
+        raw = gguf.rows(tensor.name)
+        heads = _permuted_heads(config, name)
+        result = _decode(_unpermute(raw.reshape(tensor.shape[0], -1), heads) if heads else raw, tensor, dtype)
+        with lock:
+            done += tensor.size
+            report(done, total, f"loading {files.name}")
+        return result
+
+    # numpy and torch leave the GIL while they decode; large tensors first, or one thread ends alone
+    by_size = sorted(names, key=lambda name: -stored[name].size)
+    with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
+        decoded = dict(zip(by_size, pool.map(decode, by_size), strict=True))
+    return LoadedModel(config, {name: decoded[name] for name in names})
+
+
+def _rope_factors(gguf: gguf_file.GgufFile) -> np.ndarray | None:
+    tensor = gguf.tensors.get(gguf_config.ROPE_FACTORS)
+    if tensor is None:
+        return None
+    return _decode(gguf.rows(tensor.name), tensor, torch.float32).numpy()
+
+
+def _permuted_heads(config: ModelConfig, name: str) -> int:
+    """Heads whose rows the GGUF stores interleaved; 0 if this tensor is in order. Only "llama" files are."""
+    if config.architecture != "llama":
+        return 0
+    return config.num_heads if ".q_proj." in name else config.num_kv_heads if ".k_proj." in name else 0
+
+
+def _unpermute(rows: np.ndarray, heads: int) -> np.ndarray:
+    """Interleaved rotary pairs [heads, head_dim / 2, 2] to halves [heads, 2, head_dim / 2]; rows stay whole,
+    so this works on the quantised bytes."""
+    return rows.reshape(heads, -1, 2, rows.shape[-1]).swapaxes(1, 2).reshape(rows.shape)
+
+
+def _decode(raw: np.ndarray, tensor: gguf_file.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    rows, columns = raw.shape[0], int(np.prod(tensor.shape)) // raw.shape[0]
+    result = torch.empty(rows, columns, dtype=dtype)
+    step = max(1, min(rows, _CHUNK_VALUES // columns))
+    scratch = np.empty((step, columns), np.float32)
+    for start in range(0, rows, step):
+        part = scratch[: min(step, rows - start)]
+        dequantise(raw[start : start + step], tensor.type, part)
+        result[start : start + step] = torch.from_numpy(part)
+    return result.reshape(tensor.shape)
