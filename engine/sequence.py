@@ -11,8 +11,8 @@ from array import array
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Any
 
+from engine.detok import Detokenizer
 from engine.params import SamplingParams
 
 
@@ -34,8 +34,12 @@ class Sequence:
 
     __slots__ = (
         "branch",
+        "detok",
+        "finish_reason",
         "hashes",
+        "high_computed",
         "num_computed",
+        "num_known",
         "num_published",
         "request",
         "seq_id",
@@ -56,10 +60,27 @@ class Sequence:
         self.hashes: list[bytes] = []
         """Chain hashes of the full blocks of `tokens`, as far as they were needed."""
         self.num_computed = 0
-        """Tokens whose KV is in the table's blocks (or scheduled to be, between begin and finish)."""
+        """Tokens whose KV the table's blocks hold; grows when a step is committed."""
+        self.high_computed = 0
+        """The most that num_computed ever was: what a preemption makes the engine compute again."""
+        self.num_known = len(self.tokens)
+        """Tokens known at submission or at the last resume; what is after them was sampled since."""
         self.num_published = 0
         """Leading table entries that this sequence need not publish (hit or already stored)."""
         self.table_changed_from = 0
+        self.detok: Detokenizer | None = None
+        """Text of this branch, or None where nobody wants text."""
+        self.finish_reason: str | None = None
+
+    @property
+    def output_ids(self) -> array[int]:
+        """Tokens sampled so far."""
+        return self.tokens[self.request.prompt_tokens :]
+
+    @property
+    def is_decoding(self) -> bool:
+        """The next token to compute is one that was sampled."""
+        return self.num_computed >= self.num_known
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -80,8 +101,6 @@ class Request:
     spans: list[tuple[int, int, str, str]] = field(default_factory=list)
     template_rewrote_history: bool = False
     eos_token_ids: frozenset[int] = frozenset()
-    detokenizer: Any = None
-    """engine.detok.Detokenizer of branch 0, or None where nobody wants text."""
 
     status: Status = Status.WAITING
     branches: list[Sequence] = field(default_factory=list)
@@ -92,12 +111,24 @@ class Request:
     cached_tokens: int = 0
     """Hit at the first admission."""
     cache_write_tokens: int = 0
+    high_published: int = 0
+    """Leading blocks that this request has published at least once."""
+    stored: list[tuple[int, bytes]] = field(default_factory=list)
+    """(block, hash) of everything it published: dropped if its KV proves bad."""
     preemptions: int = 0
     recomputed_tokens: int = 0
-    num_output: int = 0
-    admitted_once: bool = False
     finish_reason: str | None = None
     error: str | None = None
+
+    @property
+    def live(self) -> list[Sequence]:
+        """Branches that still generate."""
+        return [s for s in self.branches if s.finish_reason is None]
+
+    @property
+    def num_output(self) -> int:
+        """Tokens sampled over all branches."""
+        return sum(len(s) - self.prompt_tokens for s in self.branches)
 
     @property
     def prompt_tokens(self) -> int:

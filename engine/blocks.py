@@ -1,0 +1,350 @@
+"""BlockPool: which physical block is free, referenced, cached. Ids only, no tensors, no tables.
+
+Owns ref counts, the hash table and the free queue, whose order is the eviction order: released
+blocks without a hash go to its head (taken next, nothing is lost), hashed ones to its tail, so the
+head of the hashed part is the least recently used. Eviction is lazy: a block of ref 0 keeps its hash
+until its memory is taken. Every mutation is one of the seven pool events, appended to `events`, and
+costs O(blocks it touches). Invariants (`check`): the queue is exactly the blocks other than 0 with
+ref 0; the hash table and the blocks' own hashes say the same; failed calls change nothing.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Literal
+
+from engine.events import (
+    NULL_BLOCK,
+    BlocksAllocated,
+    BlocksCopied,
+    BlocksEvicted,
+    BlocksReleased,
+    BlocksStored,
+    BlocksTouched,
+    CacheCleared,
+    Event,
+    PoolSnapshot,
+    to_runs,
+)
+
+
+class NoFreeBlocks(Exception):
+    """More blocks were asked for than the queue holds; nothing changed."""
+
+
+class FreeQueue:
+    """Doubly linked list over block ids in two int lists; every operation is O(ids it is given).
+
+    Block 0, the null block, is never free, so its slot serves as the sentinel: next[0] is the head,
+    prev[0] the tail. A block outside the queue has next = -1.
+    """
+
+    __slots__ = ("_count", "_next", "_prev")
+
+    def __init__(self, num_blocks: int) -> None:
+        """Queue of 1..num_blocks-1 in this order."""
+        self._next = [*range(1, num_blocks), 0]
+        self._prev = [num_blocks - 1, *range(num_blocks - 1)]
+        self._count = num_blocks - 1
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[int]:
+        """Head (evicted first) to tail."""
+        block = self._next[0]
+        while block:
+            yield block
+            block = self._next[block]
+
+    def __contains__(self, block: int) -> bool:
+        return block != NULL_BLOCK and self._next[block] >= 0
+
+    def pop(self, count: int) -> list[int]:
+        """The first `count` blocks. Raises NoFreeBlocks, unchanged, if there are fewer."""
+        if count > self._count:
+            raise NoFreeBlocks(f"no free blocks available: {count} asked for, {self._count} free")
+        follow, block, out = self._next, self._next[0], []
+        for _ in range(count):
+            out.append(block)
+            after = follow[block]
+            follow[block] = -1
+            block = after
+        follow[0] = block
+        self._prev[block] = 0
+        self._count -= count
+        return out
+
+    def remove(self, block: int) -> None:
+        """Take one block out of the middle. Raises ValueError if it is not in the queue."""
+        if block not in self:
+            raise ValueError(f"block {block} is not in the free queue")
+        before, after = self._prev[block], self._next[block]
+        self._next[before] = after
+        self._prev[after] = before
+        self._next[block] = -1
+        self._count -= 1
+
+    def push_head(self, blocks: Sequence[int]) -> None:
+        """blocks[0] becomes the head."""
+        self._link(0, blocks, self._next[0])
+
+    def push_tail(self, blocks: Sequence[int]) -> None:
+        """blocks[-1] becomes the tail."""
+        self._link(self._prev[0], blocks, 0)
+
+    def _link(self, before: int, blocks: Sequence[int], after: int) -> None:
+        follow, precede = self._next, self._prev
+        for block in blocks:
+            follow[before] = block
+            precede[block] = before
+            before = block
+        follow[before] = after
+        precede[after] = before
+        self._count += len(blocks)
+
+
+class BlockPool:
+    """Blocks 1..num_blocks-1 of `block_size` tokens; block 0 is the null block."""
+
+    __slots__ = ("_copies", "_hash", "_num_cached", "_queue", "_ref", "_table", "block_size", "events", "num_blocks")
+
+    def __init__(self, num_blocks: int, block_size: int, events: list[Event] | None = None) -> None:
+        """events: where mutations are appended, in order."""
+        if num_blocks < 2:
+            raise ValueError(f"a pool needs at least 2 blocks (block 0 is the null block), not {num_blocks}")
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.events: list[Event] = [] if events is None else events
+        self._queue = FreeQueue(num_blocks)
+        self._ref = [0] * num_blocks
+        self._hash: list[bytes | None] = [None] * num_blocks
+        self._table: dict[bytes, int] = {}
+        # Further blocks of the same content, oldest first; most hashes have none, so no list each.
+        self._copies: dict[bytes, list[int]] = {}
+        self._num_cached = 0
+
+    # ---------------------------------------------------------------- counts and look-ups
+
+    @property
+    def num_usable(self) -> int:
+        """All blocks but the null block."""
+        return self.num_blocks - 1
+
+    @property
+    def num_available(self) -> int:
+        """Length of the queue: blocks that can be taken, cached ones included."""
+        return len(self._queue)
+
+    @property
+    def num_cached(self) -> int:
+        """Hashed blocks that nobody references."""
+        return self._num_cached
+
+    @property
+    def num_active(self) -> int:
+        """Blocks that at least one table references."""
+        return self.num_usable - len(self._queue)
+
+    @property
+    def num_hashes(self) -> int:
+        """Distinct hashes in the table."""
+        return len(self._table)
+
+    def ref(self, block: int) -> int:
+        """Table entries that reference this block."""
+        return self._ref[block]
+
+    def hash_of(self, block: int) -> bytes | None:
+        """Hash this block is findable under, 16 bytes."""
+        return self._hash[block]
+
+    def is_writable(self, block: int) -> bool:
+        """A block may be scheduled for writing only while one table holds it and it has no hash."""
+        return self._ref[block] == 1 and self._hash[block] is None
+
+    def eviction_order(self) -> list[int]:
+        """The whole queue, next out first. O(queue)."""
+        return list(self._queue)
+
+    def lookup(self, hashes: Iterable[bytes]) -> list[int]:
+        """Blocks of the longest known prefix of `hashes`: stops at the first miss. Changes nothing."""
+        out = []
+        get = self._table.get
+        for h in hashes:
+            block = get(h)
+            if block is None:
+                break
+            out.append(block)
+        return out
+
+    def num_unreferenced(self, blocks: Iterable[int]) -> int:
+        """How many of these would leave the queue if touched."""
+        return sum(self._ref[b] == 0 for b in blocks)
+
+    # ---------------------------------------------------------------- the mutations
+
+    def allocate(self, seq_id: int, count: int) -> list[int]:
+        """`count` blocks for new content, evicting what they held. Raises NoFreeBlocks, unchanged."""
+        ids = self._take(seq_id, count)
+        if ids:
+            self.events.append(BlocksAllocated(seq_id, ids[:]))
+        return ids
+
+    def touch(self, seq_id: int, ids: Sequence[int], why: Literal["hit", "fork"]) -> None:
+        """One more table references each of these."""
+        for b in ids:
+            if self._ref[b] == 0:
+                self._queue.remove(b)
+                self._num_cached -= self._hash[b] is not None
+            self._ref[b] += 1
+        if ids:
+            self.events.append(BlocksTouched(seq_id, list(ids), why))
+
+    def copy(self, seq_id: int, index: int, src: int) -> int:
+        """A private block for a writer of the shared `src` at table[index]; returns dst.
+
+        Raises NoFreeBlocks (unchanged), ValueError if src is not shared: its KV would be lost.
+        """
+        if self._ref[src] < 2:
+            raise ValueError(f"block {src} has ref {self._ref[src]}: only a shared block is copied")
+        dst = self._take(seq_id, 1)[0]
+        self._ref[src] -= 1
+        self.events.append(BlocksCopied(seq_id, index, src, dst))
+        return dst
+
+    def release(self, seq_id: int, ids: Sequence[int]) -> None:
+        """One table lets go of these, given last table entry first. Raises ValueError on ref 0."""
+        if any(self._ref[b] < n for b, n in Counter(ids).items()):
+            raise ValueError(f"release of an unreferenced block among {list(ids)}")
+        head: list[int] = []
+        tail: list[int] = []
+        for b in ids:
+            self._ref[b] -= 1
+            if self._ref[b] == 0:
+                (head if self._hash[b] is None else tail).append(b)
+        self._queue.push_head(head)
+        self._queue.push_tail(tail)
+        self._num_cached += len(tail)
+        if ids:
+            self.events.append(BlocksReleased(seq_id, list(ids)))
+
+    def store(
+        self,
+        seq_id: int,
+        start_index: int,
+        ids: Sequence[int],
+        hashes: Sequence[bytes],
+        parent: bytes,
+        token_ids: list[int],
+        salt: bytes | None = None,
+    ) -> None:
+        """Full blocks become findable. A content that is known already gets one more block, kept as a
+        duplicate: tables never change under a running sequence. Raises ValueError on a hashed block."""
+        if any(self._hash[b] is not None for b in ids):
+            raise ValueError("a block has at most one hash")
+        for b, h in zip(ids, hashes, strict=True):
+            self._hash[b] = h
+            if h in self._table:
+                self._copies.setdefault(h, []).append(b)
+            else:
+                self._table[h] = b
+        self.events.append(
+            BlocksStored(
+                seq_id,
+                start_index,
+                list(ids),
+                [h.hex() for h in hashes],
+                parent.hex(),
+                token_ids,
+                None if salt is None else salt.hex(),
+            )
+        )
+
+    def unpublish(self, ids: Iterable[int], by_seq: int | None, why: Literal["unwritten", "invalid"]) -> None:
+        """Drop the hashes of those that have one; nothing moves."""
+        self._evict([b for b in ids if self._hash[b] is not None], by_seq, why)
+
+    def clear(self) -> None:
+        """Drop all hashes; the queue keeps its order."""
+        self._hash = [None] * self.num_blocks
+        self._table.clear()
+        self._copies.clear()
+        self._num_cached = 0
+        self.events.append(CacheCleared())
+
+    def _take(self, seq_id: int, count: int) -> list[int]:
+        ids = self._queue.pop(count)
+        self._evict([b for b in ids if self._hash[b] is not None], seq_id, "reallocated")
+        for b in ids:
+            self._ref[b] = 1
+        return ids
+
+    def _evict(
+        self, ids: list[int], by_seq: int | None, why: Literal["reallocated", "unwritten", "invalid"]
+    ) -> None:
+        if not ids:
+            return
+        dropped = []
+        for b in ids:
+            h = self._hash[b]
+            assert h is not None
+            self._hash[b] = None
+            self._num_cached -= self._ref[b] == 0
+            dropped.append(h.hex())
+            copies = self._copies.get(h)
+            if self._table[h] == b:
+                if copies:
+                    self._table[h] = copies.pop(0)
+                else:
+                    del self._table[h]
+            elif copies:
+                copies.remove(b)
+            if copies is not None and not copies:
+                del self._copies[h]
+        self.events.append(BlocksEvicted(ids, dropped, by_seq, why))
+
+    # ---------------------------------------------------------------- the pool's own word
+
+    def snapshot(self, tables: dict[int, tuple[Sequence[int], int]]) -> PoolSnapshot:
+        """State as an event; tables: sequence id -> (block table, num_computed). Appends nothing."""
+        refs: list[int] = []
+        for b, r in enumerate(self._ref):
+            if not r:
+                continue
+            if refs and refs[-3] + refs[-2] == b and refs[-1] == r:
+                refs[-2] += 1
+            else:
+                refs += (b, 1, r)
+        hashed = [(b, h.hex()) for b, h in enumerate(self._hash) if h is not None]
+        return PoolSnapshot(
+            refs=refs,
+            queue=to_runs(self._queue),
+            hashed_ids=[b for b, _ in hashed],
+            hashes=[h for _, h in hashed],
+            seq_ids=list(tables),
+            tables=[list(t) for t, _ in tables.values()],
+            computed=[c for _, c in tables.values()],
+        )
+
+    def check(self, tables: Iterable[Sequence[int]]) -> None:
+        """Assert every invariant against all live block tables. O(blocks); for tests and storms."""
+        held = Counter(b for t in tables for b in t)
+        queue = list(self._queue)
+        refs = {b: r for b, r in enumerate(self._ref) if r}
+        assert held == refs, f"ref counts {refs} against table entries {dict(held)}"
+        assert NULL_BLOCK not in held, "the null block stands in a table"
+        assert len(queue) == len(self._queue) == len(set(queue)), "the queue's count is wrong"
+        free = {b for b in range(1, self.num_blocks) if not self._ref[b]}
+        assert set(queue) == free, f"queue {sorted(queue)} against ref 0 {sorted(free)}"
+        assert self._hash[NULL_BLOCK] is None, "the null block is hashed"
+        where: dict[bytes, set[int]] = {}
+        for b, h in enumerate(self._hash):
+            if h is not None:
+                where.setdefault(h, set()).add(b)
+        table = {h: {b, *self._copies.get(h, ())} for h, b in self._table.items()}
+        assert where == table, "hash table and the blocks' own hashes differ"
+        assert self._copies.keys() <= self._table.keys(), "a copy without a first block"
+        cached = sum(self._hash[b] is not None for b in queue)
+        assert cached == self._num_cached, f"{self._num_cached} cached counted, {cached} found"

@@ -1,0 +1,432 @@
+"""EngineCore: one step of the engine, without threads. begin() schedules, finish() commits; step() composes.
+
+Owns the requests' lives (queued, refused, admitted, finished), the stop checks, the order of events and
+the cutting of batches. The clock is injected. A step counts as executed only if finish() got an output:
+otherwise nothing that it scheduled stays published, so no look-up ever returns unwritten KV.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from itertools import count
+from typing import Any
+
+from engine.blocks import BlockPool
+from engine.config import EngineConfig, SetupError
+from engine.detok import Detokenizer, TokenBytes
+from engine.events import (
+    EngineError,
+    Event,
+    PoolSnapshot,
+    RequestFinished,
+    RequestQueued,
+    SequenceForked,
+    StepBatch,
+    StepCompleted,
+    StepScheduled,
+    Timings,
+    TokenPieces,
+    TokensSampled,
+    Usage,
+)
+from engine.hashing import salt_digest
+from engine.paging import Paging
+from engine.params import SamplingParams
+from engine.runner import ModelRunner, Plan, StepOutput
+from engine.scheduler import Scheduler
+from engine.sequence import Request, Status
+from engine.sequence import Sequence as Branch
+
+Finish = Callable[[Request], None]
+
+
+class EngineCore:
+    """The engine as a deterministic state machine over a runner.
+
+    clock: seconds, monotonic. sink: gets each StepBatch. token_bytes: text of a token id, None where
+    the source has no text. on_finished: called once per request after its RequestFinished.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        runner: ModelRunner,
+        clock: Callable[[], float],
+        sink: Callable[[StepBatch], None],
+        *,
+        hash_seed: int,
+        token_bytes: TokenBytes | None = None,
+        is_text: Callable[[int], bool] = lambda _: True,
+        eos_ids: Iterable[int] = (),
+        defaults: dict[str, Any] | None = None,
+        on_finished: Finish | None = None,
+        first_batch: int = 0,
+        first_event: int = 0,
+    ) -> None:
+        self.runner = runner
+        self.clock = clock
+        self.slow = False
+        """Set while slow motion waits between steps; StepCompleted carries it."""
+        self.events: list[Event] = []
+        self._sink = sink
+        self._pool = BlockPool(runner.num_blocks, runner.block_size, self.events)
+        self.paging = Paging(self._pool, hash_seed, config.enable_prefix_caching)
+        self._budget = config.max_num_batched_tokens or 512
+        self._chunked = config.enable_chunked_prefill
+        if not self._chunked and self._budget < runner.max_model_len:
+            raise SetupError(
+                f"without chunked prefill --max-num-batched-tokens ({self._budget}) must be at least "
+                f"--max-model-len ({runner.max_model_len}); raise the one or lower the other"
+            )
+        self.scheduler = Scheduler(
+            self.paging,
+            self.events.append,
+            self.clock,
+            max_num_seqs=config.max_num_seqs,
+            chunked_prefill=self._chunked,
+            long_prefill_threshold=config.long_prefill_token_threshold,
+        )
+        self.requests: dict[int, Request] = {}
+        """Waiting and running requests by id."""
+        self._seq_ids = count()
+        self._token_bytes = token_bytes
+        self._is_text = is_text
+        self._eos = frozenset(eos_ids)
+        self._defaults = defaults or {}
+        self._seed = config.seed
+        self._on_finished = on_finished
+        self._seen = bytearray(runner.vocab_size)
+        self._step = 0
+        self._budget_now = 0
+        self._t_schedule = 0.0
+        self._seq = first_batch
+        self._num_events = first_event
+
+    # ---------------------------------------------------------------- requests
+
+    def add_request(
+        self,
+        request_id: int,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        t_arrival: float | None = None,
+        priority: int = 0,
+        salt: str | None = None,
+        conversation: int | None = None,
+        spans: list[tuple[int, int, str, str]] | None = None,
+        template_rewrote_history: bool = False,
+        stop_at_eos: bool = True,
+    ) -> Request:
+        """Queue a request, or refuse it at once if it can never fit. Emits RequestQueued."""
+        params = params.resolved(self._defaults, seed=(self._seed * 1_000_003 + request_id) % 2**63)
+        request = Request(
+            request_id,
+            prompt_token_ids,
+            params,
+            self.clock() if t_arrival is None else t_arrival,
+            priority=priority,
+            salt=None if salt is None else salt_digest(salt),
+            conversation=conversation,
+            spans=spans or [],
+            template_rewrote_history=template_rewrote_history,
+            eos_token_ids=self._eos if stop_at_eos and not params.ignore_eos else frozenset(),
+        )
+        branch = Branch(next(self._seq_ids), request)
+        if self._token_bytes is not None:
+            branch.detok = Detokenizer(self._visible_bytes, params.stop)
+        request.branches.append(branch)
+        self._show_pieces(prompt_token_ids)
+        self.events.append(
+            RequestQueued(
+                request_id,
+                list(prompt_token_ids),
+                request.t_arrival,
+                1,
+                priority,
+                None if request.salt is None else request.salt.hex(),
+                conversation,
+                request.spans,
+                params.as_dict(),
+            )
+        )
+        problem = self._never_fits(request)
+        if problem:
+            self._finish(request, "refused", problem)
+        else:
+            self.requests[request_id] = request
+            self.scheduler.add(request)
+        return request
+
+    def _never_fits(self, request: Request) -> str | None:
+        tokens, limit = request.prompt_tokens, self.runner.max_model_len
+        if tokens == 0:
+            return "the prompt is empty: give at least one token"
+        bad = next((t for t in request.prompt_token_ids if not 0 <= t < self.runner.vocab_size), None)
+        if bad is not None:
+            return f"token id {bad} is outside the model's vocabulary of {self.runner.vocab_size:,}"
+        if tokens < limit:
+            return None
+        size = self.paging.block_size
+        room = f"the context holds {limit:,} ({self._pool.num_usable:,} blocks of {size})"
+        if request.conversation is not None:
+            return (
+                f"this conversation is full: {tokens:,} tokens, {room}. Start a new one; trimming old "
+                f"turns would move every later block, so about {limit:,} tokens would be computed again"
+            )
+        return f"the prompt has {tokens:,} tokens, {room} with at least one of output: shorten it"
+
+    def abort(self, request_id: int) -> bool:
+        """End a request in any state. False if it is unknown or finished."""
+        request = self.requests.get(request_id)
+        if request is None:
+            return False
+        self._finish(request, "abort")
+        return True
+
+    def fork(self, parent: Branch) -> Branch | None:
+        """A child branch that shares the parent's computed blocks; call between steps. None if the
+        parent is not running, no place is left among max_num_seqs, or the request could then outgrow
+        the pool on its own."""
+        request = parent.request
+        if request.status is not Status.RUNNING or parent.finish_reason or not parent.table:
+            return None
+        most = min(self.runner.max_model_len, request.prompt_tokens + request.params.max_tokens)
+        blocks = -(-most // self.paging.block_size) * (len(request.branches) + 1)
+        if blocks > self._pool.num_usable or not self.scheduler.places:
+            return None
+        child = Branch(next(self._seq_ids), request, branch=len(request.branches))
+        child.tokens = parent.tokens[:]
+        child.detok = parent.detok.fork() if parent.detok else None
+        request.branches.append(child)
+        self.events.append(SequenceForked(request.request_id, parent.seq_id, child.seq_id))
+        self.paging.fork(parent, child)
+        return child
+
+    def reset_prefix_cache(self, reset_running: bool = False) -> bool:
+        """Drop all hashes. False, with nothing changed, while blocks are in use, unless
+        `reset_running` preempts everything first (youngest first, so the order stays)."""
+        if self._pool.num_active and not reset_running:
+            return False
+        for request in reversed(self.scheduler.running[:]):
+            self.scheduler.preempt(request)
+        self._pool.clear()
+        return True
+
+    # ---------------------------------------------------------------- one step
+
+    @property
+    def has_work(self) -> bool:
+        """True while anything waits or runs."""
+        return bool(self.scheduler)
+
+    def step(self) -> StepBatch | None:
+        """begin, execute, finish. An exception of the runner fails the step's requests, not the engine.
+        None if nothing could run."""
+        plan = self.begin()
+        if plan is None:
+            return None
+        try:
+            output = self.runner.execute(plan)
+        except Exception as error:
+            return self.finish(plan, None, error)
+        return self.finish(plan, output)
+
+    def begin(self) -> Plan | None:
+        """Schedule a step; None if there is nothing to run."""
+        if not self.scheduler:
+            return None
+        start = self.clock()
+        budget = self._budget
+        if self._chunked:
+            budget = self.runner.step_budget(budget, self.scheduler.longest_context)
+        # A budget that shrinks with the context must still hold every decode and one block of prefill.
+        budget = max(budget, self.scheduler.num_running_seqs + self.paging.block_size)
+        self._budget_now = min(budget, self._budget)
+        plan = self.scheduler.schedule(self._step, self._budget_now)
+        if not plan.rows:
+            return None
+        self._step += 1
+        rows = plan.rows
+        self.events.append(
+            StepScheduled([r.seq.seq_id for r in rows], [r.start for r in rows], [r.n for r in rows])
+        )
+        self._t_schedule = self.clock() - start
+        return plan
+
+    def finish(self, plan: Plan, output: StepOutput | None, error: Exception | None = None) -> StepBatch:
+        """Commit an executed step, or undo one that was not (output None). Cuts the step's batch."""
+        if output is None:
+            self._undo(error)
+            output = StepOutput([])
+        else:
+            self._commit(plan, output)
+        return self._cut(self._completed(plan, output))
+
+    def _undo(self, error: Exception | None) -> None:
+        reason = f"{type(error).__name__}: {error}" if error else "the step was not executed"
+        reason = " ".join(reason.split())[:300]
+        self.events.append(EngineError(f"a step failed: {reason}"))
+        while (request := self.scheduler.next_scheduled()) is not None:
+            self._finish(request, "error", reason)
+        self.scheduler.step_done()
+
+    def _commit(self, plan: Plan, output: StepOutput) -> None:
+        now = self.clock()
+        bad = {plan.rows[i].seq.request for i in output.bad_rows}
+        seq_ids: list[int] = []
+        token_ids: list[int] = []
+        counts: list[int] = []
+        computed: list[int] = []
+        texts: list[str] = []
+        done: list[Request] = []
+        # A row that was dropped since begin (abort, preemption) counts as not executed.
+        executed = [(r, t) for r, t in zip(plan.rows, output.token_ids, strict=True) if self.scheduler.is_scheduled(r)]
+        self.scheduler.step_done()
+        for row, new in executed:
+            seq, request = row.seq, row.seq.request
+            end = row.start + row.n
+            request.recomputed_tokens += max(0, min(end, seq.high_computed) - row.start)
+            seq.num_computed = end
+            seq.high_computed = max(seq.high_computed, end)
+            if request in bad:
+                new = []
+            text = "".join(self._append(seq, t, now) for t in new)
+            if seq.finish_reason and seq.detok:
+                text += seq.detok.flush()
+            if seq.finish_reason and not request.live:
+                done.append(request)
+            seq_ids.append(seq.seq_id)
+            token_ids += new
+            counts.append(len(new))
+            computed.append(end)
+            texts.append(text)
+        self._show_pieces(token_ids)
+        self.events.append(TokensSampled(seq_ids, token_ids, counts, computed, texts))
+        for row, _ in executed:
+            if row.seq.request not in bad:
+                # After the stop check: what was hashed is exactly what was computed.
+                self.paging.publish(row.seq, row.seq.num_computed)
+            if row.seq.finish_reason and row.seq.request.live:
+                self.paging.release(row.seq)
+        for request in dict.fromkeys(done):
+            self._finish(request, request.branches[0].finish_reason or "stop")
+        for request in bad:
+            if request.status is not Status.FINISHED:
+                for seq in request.branches:
+                    self.paging.invalidate(seq)
+                self._finish(request, "error", "the model gave NaN or infinite logits; its cached blocks were dropped")
+
+    def _append(self, seq: Branch, token: int, now: float) -> str:
+        """One sampled token: its visible text; sets finish_reason."""
+        if seq.finish_reason:
+            return ""
+        request, params = seq.request, seq.request.params
+        seq.tokens.append(token)
+        if request.t_first_token is None:
+            request.t_first_token = now
+        request.t_last_token = now
+        ends = token in request.eos_token_ids or token in params.stop_token_ids
+        text = seq.detok.push(token) if seq.detok and not ends else ""
+        if ends or (seq.detok and seq.detok.stopped):
+            seq.finish_reason = "stop"
+        elif len(seq) - request.prompt_tokens >= params.max_tokens or len(seq) >= self.runner.max_model_len:
+            seq.finish_reason = "length"
+        return text
+
+    def _finish(self, request: Request, reason: Any, error: str | None = None) -> None:
+        for seq in request.live:
+            seq.finish_reason = reason
+        self.scheduler.remove(request)
+        request.status = Status.FINISHED
+        request.finish_reason, request.error = reason, error
+        request.t_finished = self.clock()
+        self.requests.pop(request.request_id, None)
+        first = request.t_admitted is not None
+        usage = Usage(
+            request.prompt_tokens,
+            request.cached_tokens,
+            request.prompt_tokens - request.cached_tokens if first else 0,
+            request.cache_write_tokens,
+            request.num_output,
+            request.preemptions,
+            request.recomputed_tokens,
+        )
+        timings = Timings(
+            request.t_arrival, request.t_admitted, request.t_first_token, request.t_last_token, request.t_finished
+        )
+        self.events.append(RequestFinished(request.request_id, reason, timings, usage, error))
+        if self._on_finished:
+            self._on_finished(request)
+
+    def _completed(self, plan: Plan, output: StepOutput) -> StepCompleted:
+        decode = sum(r.n for r in plan.rows if r.start >= r.seq.num_known)
+        pool = self._pool
+        waiting = self.scheduler.waiting
+        return StepCompleted(
+            slow=self.slow,
+            budget=self._budget_now,
+            decode_tokens=decode,
+            prefill_tokens=sum(r.n for r in plan.rows) - decode,
+            t_schedule=self._t_schedule,
+            t_prepare=output.t_prepare,
+            t_forward=output.t_forward,
+            t_sample=output.t_sample,
+            t_gpu=output.t_gpu,
+            queues={
+                "running": len(self.scheduler.running),
+                "waiting": len(waiting),
+                "preempted": sum(r.status is Status.PREEMPTED for r in waiting),
+            },
+            free=pool.num_available - pool.num_cached,
+            active=pool.num_active,
+            cached=pool.num_cached,
+        )
+
+    # ---------------------------------------------------------------- events
+
+    def flush(self) -> StepBatch | None:
+        """A batch of what happened outside a step (queueing, abort, reset); None if nothing did."""
+        return self._cut() if self.events else None
+
+    def snapshot(self) -> StepBatch:
+        """The pool's own word as a batch of its own; what is pending goes into one before it."""
+        self.flush()
+        return self._cut(self.pool_snapshot())
+
+    def pool_snapshot(self) -> PoolSnapshot:
+        """Call between steps."""
+        live = [s for r in self.requests.values() for s in r.live if s.table]
+        return self._pool.snapshot({s.seq_id: (s.table, s.num_computed) for s in live})
+
+    def check(self) -> None:
+        """Assert the pool's invariants against all live tables; for tests and storms."""
+        self._pool.check([s.table for r in self.requests.values() for s in r.branches])
+
+    def emit(self, event: Event) -> None:
+        """Append an event from outside (device samples, start and stop)."""
+        self.events.append(event)
+
+    def _cut(self, last: Event | None = None) -> StepBatch:
+        if last is not None:
+            self.events.append(last)
+        batch = StepBatch(self._seq, self.clock(), self._step, self._num_events, self.events[:])
+        self._seq += 1
+        self._num_events += len(batch.events)
+        self.events.clear()  # the pool and the scheduler append to this very list
+        self._sink(batch)
+        return batch
+
+    def _show_pieces(self, token_ids: Sequence[int]) -> None:
+        if self._token_bytes is None:
+            return
+        seen = self._seen
+        new = [t for t in dict.fromkeys(token_ids) if 0 <= t < len(seen) and not seen[t]]
+        if new:
+            for t in new:
+                seen[t] = 1
+            self.events.append(TokenPieces(new, [self._token_bytes(t) for t in new]))
+
+    def _visible_bytes(self, token: int) -> bytes:
+        assert self._token_bytes is not None
+        return self._token_bytes(token) if self._is_text(token) else b""

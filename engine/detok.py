@@ -1,0 +1,65 @@
+"""Detokenizer: what of a branch's output may be shown, token by token.
+
+Owns the bytes that are not yet a whole character and the text that may still become a stop string;
+shows neither. Joins the tokens' raw bytes instead of decoding ids anew, so every token costs O(its own
+length) and text never changes once shown.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Callable
+
+TokenBytes = Callable[[int], bytes]
+"""Token id -> its raw UTF-8 bytes; empty for tokens that are not text (EOS and other control tokens)."""
+
+
+class Detokenizer:
+    """Text of one branch. `text` is all that was shown; `stopped` is set once a stop string came up."""
+
+    __slots__ = ("_bytes_of", "_decoder", "_held", "_longest", "_stop", "stopped", "text")
+
+    def __init__(self, token_bytes: TokenBytes, stop: tuple[str, ...] = ()) -> None:
+        self._bytes_of = token_bytes
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._stop = stop
+        self._longest = max(map(len, stop), default=0)
+        self._held = ""
+        self.text = ""
+        self.stopped = False
+
+    def push(self, token_id: int) -> str:
+        """Text that becomes visible with this token, possibly none."""
+        return self._show(self._decoder.decode(self._bytes_of(token_id)), final=False)
+
+    def flush(self) -> str:
+        """The end: what was held back, a cut character as U+FFFD."""
+        return self._show(self._decoder.decode(b"", final=True), final=True)
+
+    def fork(self) -> Detokenizer:
+        """An independent copy for a child branch."""
+        other = Detokenizer(self._bytes_of, self._stop)
+        other._decoder.setstate(self._decoder.getstate())
+        other._held, other.text, other.stopped = self._held, self.text, self.stopped
+        return other
+
+    def _show(self, new: str, final: bool) -> str:
+        if self.stopped:
+            return ""
+        held = self._held + new
+        found = [at for at in (held.find(s) for s in self._stop) if at >= 0]
+        if found:
+            self.stopped = True
+            out, self._held = held[: min(found)], ""
+        else:
+            keep = 0 if final else self._may_become_stop(held)
+            out, self._held = held[: len(held) - keep], held[len(held) - keep :]
+        self.text += out
+        return out
+
+    def _may_become_stop(self, held: str) -> int:
+        """Length of the longest end of `held` that a stop string begins with."""
+        for n in range(min(self._longest - 1, len(held)), 0, -1):
+            if any(s.startswith(held[-n:]) for s in self._stop):
+                return n
+        return 0

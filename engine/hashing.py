@@ -1,0 +1,53 @@
+"""Chain hashes of full blocks: one equal hash validates the whole prefix before it.
+
+hash_i = xxh3_128(parent as 16 bytes big-endian + the block's tokens as little-endian int32 + the salt's
+digest, in block 0 only). The root's parent is xxh3_128(seed as 8 bytes big-endian), random at each
+start, so that no prompt can be precomputed to collide. Every reader can recompute a hash from
+BlocksStored alone; `verify` does.
+"""
+
+from __future__ import annotations
+
+import sys
+from array import array
+
+from xxhash import xxh3_128_digest
+
+
+def root_hash(seed: int) -> bytes:
+    """Parent of every block 0; 16 bytes. seed: 0 <= seed < 2**64."""
+    return xxh3_128_digest(seed.to_bytes(8, "big"))
+
+
+def salt_digest(salt: str) -> bytes:
+    """What block 0's hash covers of a salt; 16 bytes. The salt itself appears in no event."""
+    return xxh3_128_digest(salt.encode())
+
+
+def block_hash(parent: bytes, tokens: bytes, salt: bytes = b"") -> bytes:
+    """Hash of one block; 16 bytes. tokens: little-endian int32; salt: its digest for block 0 only."""
+    return xxh3_128_digest(parent + tokens + salt)
+
+
+def pack(tokens: array[int]) -> bytes:
+    """Token ids as little-endian int32."""
+    if sys.byteorder == "big":  # pragma: no cover
+        tokens = array("i", tokens)
+        tokens.byteswap()
+    return tokens.tobytes()
+
+
+def extend_chain(
+    hashes: list[bytes], tokens: array[int], block_size: int, root: bytes, salt: bytes | None = None
+) -> None:
+    """Append to `hashes` the hashes of the full blocks of `tokens` that it does not hold yet."""
+    first, last = len(hashes), len(tokens) // block_size
+    if first >= last:
+        return
+    data = pack(tokens[first * block_size : last * block_size])
+    parent = hashes[-1] if hashes else root
+    width = 4 * block_size
+    for at in range(0, len(data), width):
+        extra = salt if salt is not None and not hashes else b""
+        parent = xxh3_128_digest(parent + data[at : at + width] + extra)
+        hashes.append(parent)

@@ -1,0 +1,177 @@
+"""Paging: a sequence's block table over the pool.
+
+Owns every change of a table: look-up and admission, growth (with copy-on-write of a shared block that is
+about to be written), publication of full blocks, forks, truncation, release. Keeps the rule that a
+block is scheduled for writing only while one table holds it and it has no hash; publishing seals it.
+Also keeps the books of the step in flight: what it published and who touched what, so that a sequence
+whose forward will not run leaves no hash of unwritten KV behind (`retract`).
+"""
+
+from __future__ import annotations
+
+from engine.blocks import BlockPool
+from engine.hashing import extend_chain, root_hash
+from engine.sequence import Sequence
+
+
+class Paging:
+    """Tables of all sequences over one pool. Not thread-safe: one scheduler, one step at a time."""
+
+    def __init__(self, pool: BlockPool, hash_seed: int, caching: bool = True) -> None:
+        self.pool = pool
+        self.block_size = pool.block_size
+        self.root = root_hash(hash_seed)
+        self.caching = caching
+        self.copies: list[tuple[int, int, int]] = []
+        """Copies of this step in emission order: (seq_id, src, dst)."""
+        self._published: dict[Sequence, list[int]] = {}
+        self._touched: dict[Sequence, list[int]] = {}
+
+    # ---------------------------------------------------------------- the step in flight
+
+    def begin_step(self) -> None:
+        """Forget the last step: its KV is written, its copies ran."""
+        self.copies.clear()
+        self._published.clear()
+        self._touched.clear()
+
+    def retract(self, seq: Sequence) -> list[Sequence]:
+        """The forward of `seq` will not run: drop its pending copies and the hashes that it published
+        in this step. Returns the sequences that had touched such a block; they must not run either."""
+        self.copies = [c for c in self.copies if c[0] != seq.seq_id]
+        ids = self._published.pop(seq, [])
+        self._touched.pop(seq, None)
+        if not ids:
+            return []
+        self.pool.unpublish(ids, seq.seq_id, "unwritten")
+        bad = set(ids)
+        return [s for s, touched in self._touched.items() if not bad.isdisjoint(touched)]
+
+    # ---------------------------------------------------------------- admission
+
+    def lookup(self, seq: Sequence) -> list[int]:
+        """Blocks of its longest cached prefix; never the whole sequence, so that at least one token is
+        computed (its logits are needed). Changes nothing but the sequence's own hashes."""
+        if not self.caching:
+            return []
+        return self.pool.lookup(self.queried(seq))
+
+    def queried(self, seq: Sequence) -> list[bytes]:
+        """Hashes that a look-up asks for: full blocks but for one that ends with the last token."""
+        self._extend(seq)
+        return seq.hashes[: (len(seq) - 1) // self.block_size]
+
+    def blocks_to_admit(self, seq: Sequence, hits: list[int], tokens: int) -> int:
+        """Blocks that leave the queue if `seq` is admitted with `hits` and grows to `tokens`."""
+        return self._blocks(tokens) - len(hits) + self.pool.num_unreferenced(hits)
+
+    def admit(self, seq: Sequence, hits: list[int]) -> None:
+        """Start the table with the hit blocks."""
+        if hits:
+            self.pool.touch(seq.seq_id, hits, "hit")
+            seq.table += hits
+            self._touched.setdefault(seq, []).extend(hits)
+        seq.num_computed = len(hits) * self.block_size
+        seq.num_published = len(hits)
+
+    # ---------------------------------------------------------------- growth and publication
+
+    def blocks_to_grow(self, seq: Sequence, tokens: int) -> int:
+        """Blocks that growing to `tokens` takes, a copy of a shared block included."""
+        return self._blocks(tokens) - len(seq.table) + self._must_copy(seq)
+
+    def grow(self, seq: Sequence, tokens: int) -> bool:
+        """Slots for positions [num_computed, tokens), private to this sequence. False, with nothing
+        changed, if the pool has too few blocks."""
+        copy = self._must_copy(seq)
+        fresh = self._blocks(tokens) - len(seq.table)
+        if fresh + copy > self.pool.num_available:
+            return False
+        if copy:
+            index = seq.num_computed // self.block_size
+            src = seq.table[index]
+            dst = self.pool.copy(seq.seq_id, index, src)
+            seq.table[index] = dst
+            seq.table_changed_from = min(seq.table_changed_from, index)
+            self.copies.append((seq.seq_id, src, dst))
+        if fresh > 0:
+            seq.table += self.pool.allocate(seq.seq_id, fresh)
+        return True
+
+    def publish(self, seq: Sequence, tokens: int) -> None:
+        """Store the hashes of the full blocks below position `tokens` that it has not stored yet.
+
+        At scheduling for tokens known at submission or resume (an equal prompt in the same step shares
+        them: a batch stores all KV before any attention reads); at commit for sampled ones.
+        """
+        start, end = seq.num_published, tokens // self.block_size
+        if not self.caching or end <= start:
+            return
+        self._extend(seq)
+        ids, hashes = seq.table[start:end], seq.hashes[start:end]
+        request = seq.request
+        self.pool.store(
+            seq.seq_id,
+            start,
+            ids,
+            hashes,
+            seq.hashes[start - 1] if start else self.root,
+            seq.tokens[start * self.block_size : end * self.block_size].tolist(),
+            request.salt if start == 0 else None,
+        )
+        seq.num_published = end
+        request.stored.extend(zip(ids, hashes, strict=True))
+        if end > request.high_published:
+            first = max(start, request.high_published) * self.block_size
+            request.cache_write_tokens += max(0, min(end * self.block_size, request.prompt_tokens) - first)
+            request.high_published = end
+        self._published.setdefault(seq, []).extend(ids)
+
+    def invalidate(self, seq: Sequence) -> None:
+        """Its KV proved bad: nothing that its request stored is findable any more."""
+        stored = [b for b, h in seq.request.stored if self.pool.hash_of(b) == h]
+        self.pool.unpublish(dict.fromkeys(stored), seq.seq_id, "invalid")
+
+    # ---------------------------------------------------------------- forks and the end
+
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        """The child shares the blocks that hold computed KV, the partial last one included; whoever
+        writes that first copies it."""
+        shared = parent.table[: self._blocks(parent.num_computed)]
+        self.pool.touch(child.seq_id, shared, "fork")
+        child.table += shared
+        child.hashes = parent.hashes[:]
+        child.num_computed = child.high_computed = parent.num_computed
+        child.num_known = parent.num_known
+        child.num_published = min(parent.num_published, len(shared))
+
+    def truncate(self, seq: Sequence, tokens: int) -> None:
+        """Give back the blocks beyond position `tokens` (rejected drafts)."""
+        self._release(seq, len(seq.table) - self._blocks(tokens))
+
+    def release(self, seq: Sequence) -> None:
+        """Give back the whole table, last block first, so that a chain loses its tail before its root."""
+        self._release(seq, len(seq.table))
+        seq.num_computed = 0
+        seq.num_published = 0
+
+    def _release(self, seq: Sequence, count: int) -> None:
+        if count <= 0:
+            return
+        keep = len(seq.table) - count
+        self.pool.release(seq.seq_id, seq.table[: keep - 1 if keep else None : -1])
+        del seq.table[keep:]
+        seq.table_changed_from = min(seq.table_changed_from, keep)
+        seq.num_published = min(seq.num_published, keep)
+
+    # ---------------------------------------------------------------- small facts
+
+    def _blocks(self, tokens: int) -> int:
+        return -(-tokens // self.block_size)
+
+    def _must_copy(self, seq: Sequence) -> bool:
+        index = seq.num_computed // self.block_size
+        return index < len(seq.table) and self.pool.ref(seq.table[index]) > 1
+
+    def _extend(self, seq: Sequence) -> None:
+        extend_chain(seq.hashes, seq.tokens, self.block_size, self.root, seq.request.salt)

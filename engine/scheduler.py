@@ -1,0 +1,245 @@
+"""Scheduler: which sequence computes how many tokens in the next step. Policy only.
+
+Owns the waiting and running queues and the token budget: decodes first (one token each), then chunks
+of running prefills, then admissions in arrival order. When the pool runs dry the youngest running
+request is preempted by recompute, never the oldest for another, so something always finishes; nothing
+is admitted in a step that preempted. Emits the request events of admission and preemption.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from itertools import takewhile
+
+from engine.events import AdmissionBlocked, Event, PrefixLookup, RequestAdmitted, RequestPreempted
+from engine.paging import Paging
+from engine.runner import Plan, Row
+from engine.sequence import Request, Sequence, Status
+
+
+class Scheduler:
+    """Queues and policy over one Paging. `emit` receives events in mutation order."""
+
+    def __init__(
+        self,
+        paging: Paging,
+        emit: Callable[[Event], None],
+        clock: Callable[[], float],
+        *,
+        max_num_seqs: int,
+        chunked_prefill: bool = True,
+        long_prefill_threshold: int = 0,
+    ) -> None:
+        self.paging = paging
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []
+        self._emit = emit
+        self._clock = clock
+        self._max_num_seqs = max_num_seqs
+        self._chunked = chunked_prefill
+        self._threshold = long_prefill_threshold
+        self._rows: dict[Sequence, Row] = {}
+        self._left = 0
+        self._preempted_now = False
+        self._blocked: tuple[int, str] | None = None
+        self._retired: list[int] = []
+
+    def __bool__(self) -> bool:
+        """True while anything waits or runs."""
+        return bool(self.waiting or self.running)
+
+    @property
+    def num_running_seqs(self) -> int:
+        """Branches that run."""
+        return sum(len(r.live) for r in self.running)
+
+    @property
+    def places(self) -> int:
+        """Sequences that may still join the running ones."""
+        return self._max_num_seqs - self.num_running_seqs
+
+    @property
+    def longest_context(self) -> int:
+        """Tokens of the longest sequence that may be scheduled next."""
+        head = list(self.waiting)[:1]
+        return max((len(s) for r in (*self.running, *head) for s in r.live), default=0)
+
+    # ---------------------------------------------------------------- one step
+
+    def schedule(self, step: int, budget: int) -> Plan:
+        """Rows for at most `budget` tokens, decodes first. Rows empty: nothing can run."""
+        self.paging.begin_step()
+        self._rows.clear()
+        self._left = budget
+        self._preempted_now = False
+        decodes = [s for r in self.running for s in r.live if s.is_decoding]
+        prefills = [s for r in self.running for s in r.live if not s.is_decoding]
+        for seq in (*decodes, *prefills):
+            if self._left <= 0:
+                break
+            if seq.request.status is Status.RUNNING:  # else preempted for an earlier one
+                self._schedule_running(seq)
+        if not self._preempted_now:
+            self._admit_waiting()
+        rows = list(self._rows.values())
+        copies = [(src, dst) for _, src, dst in self.paging.copies]
+        retired, self._retired = self._retired, []
+        return Plan(step=step, rows=rows, copies=copies, retired=retired)
+
+    def _schedule_running(self, seq: Sequence) -> None:
+        if not seq.table:  # a branch that came back from preemption with its siblings
+            self.paging.admit(seq, self.paging.lookup(seq))
+        n = self._chunk(seq, len(seq) - seq.num_computed)
+        while n and not self.paging.grow(seq, seq.num_computed + n):
+            victim = self.running[-1]
+            self.preempt(victim)
+            if victim is seq.request:
+                return
+        self._add_row(seq, n)
+
+    def _admit_waiting(self) -> None:
+        while self.waiting and self._left > 0:
+            request = self.waiting[0]
+            if len(request.live) > self.places:
+                self._block(request, len(request.live), self.places, "max_num_seqs")
+                return
+            seq = request.live[0]
+            hits = self.paging.lookup(seq)
+            n = self._chunk(seq, len(seq) - len(hits) * self.paging.block_size)
+            if n == 0:
+                return
+            # The whole sequence must fit, not only its first chunk: a prompt that starts and then
+            # cannot go on would be preempted and compute everything twice.
+            need = self.paging.blocks_to_admit(seq, hits, len(seq)) + self._sibling_blocks(request)
+            free = self.paging.pool.num_available
+            if need > free:
+                self._block(request, need, free, "blocks")
+                return
+            self._admit(request, seq, hits, n)
+
+    def _admit(self, request: Request, seq: Sequence, hits: list[int], n: int) -> None:
+        resumed = request.status is Status.PREEMPTED
+        self.waiting.popleft()
+        self.running.append(request)
+        request.status = Status.RUNNING
+        self._blocked = None
+        cached = len(hits) * self.paging.block_size
+        if self.paging.caching:
+            queried = self.paging.queried(seq)
+            self._emit(
+                PrefixLookup(
+                    request.request_id,
+                    [h.hex() for h in queried],
+                    len(hits),
+                    len(queried),
+                    cached,
+                    len(seq),
+                    resumed,
+                    request.template_rewrote_history,
+                )
+            )
+        if not resumed:
+            request.t_admitted = self._clock()
+            request.cached_tokens = cached
+        for branch in request.live:
+            branch.num_known = len(branch)
+        self._emit(RequestAdmitted(request.request_id, seq.seq_id, cached, resumed))
+        self.paging.admit(seq, hits)
+        grown = self.paging.grow(seq, cached + n)
+        assert grown, "the admission gate counted fewer blocks than growth takes"
+        self._add_row(seq, n)
+
+    def _sibling_blocks(self, request: Request) -> int:
+        """Blocks that the other branches of a resumed request will need beside the first one's."""
+        first, *others = request.live
+        size, need = self.paging.block_size, 0
+        for seq in others:
+            pairs = zip(self.paging.queried(first), self.paging.queried(seq), strict=False)
+            shared = sum(1 for _ in takewhile(lambda p: p[0] == p[1], pairs))
+            need += -(-len(seq) // size) - shared
+        return need
+
+    def _add_row(self, seq: Sequence, n: int) -> None:
+        if n <= 0:
+            return
+        end = seq.num_computed + n
+        self._rows[seq] = Row(seq, seq.num_computed, n, sample=end == len(seq))
+        self._left -= n
+        self.paging.publish(seq, min(end, seq.num_known))
+
+    def _chunk(self, seq: Sequence, want: int) -> int:
+        """Tokens of `want` that this step may take."""
+        if not self._chunked and want > self._left:
+            return 0
+        n = min(want, self._left)
+        others = len(self.running) + len(self.waiting) > 1
+        if self._threshold and others and not seq.is_decoding:
+            n = min(n, self._threshold)
+        return n
+
+    def _block(self, request: Request, need: int, free: int, reason: str) -> None:
+        if self._blocked != (request.request_id, reason):
+            self._blocked = (request.request_id, reason)
+            self._emit(AdmissionBlocked(request.request_id, need, free, reason))
+
+    # ---------------------------------------------------------------- queues
+
+    def add(self, request: Request) -> None:
+        """To the end of the waiting queue."""
+        self.waiting.append(request)
+
+    def preempt(self, request: Request) -> None:
+        """Release everything the request holds and put it at the front of the waiting queue; it will
+        compute again, usually from its own still cached blocks. Its row of this step is dropped, and
+        whoever shares a block that it was to write in this step goes with it."""
+        self._preempted_now = True
+        self.running.remove(request)
+        request.status = Status.PREEMPTED
+        request.preemptions += 1
+        lost = sum(s.num_computed for s in request.live)
+        sharers = self.give_up(request)
+        self._emit(RequestPreempted(request.request_id, [s.seq_id for s in request.live], lost))
+        self._preempt_all(sharers)  # before it joins the queue: they were admitted after it
+        self.waiting.appendleft(request)
+
+    def remove(self, request: Request) -> None:
+        """Take a finished or aborted request out of the queues and release what it holds."""
+        if request in self.running:
+            self.running.remove(request)
+        elif request in self.waiting:
+            self.waiting.remove(request)
+        if self._blocked and self._blocked[0] == request.request_id:
+            self._blocked = None
+        self._preempt_all(self.give_up(request))
+
+    def give_up(self, request: Request) -> list[Sequence]:
+        """Drop its rows, retract what those published, release its tables. Returns the sequences
+        that shared such a block in this step."""
+        sharers: list[Sequence] = []
+        for seq in request.branches:
+            row = self._rows.pop(seq, None)
+            if row is not None:
+                self._left += row.n
+            sharers += self.paging.retract(seq)
+            self.paging.release(seq)
+            self._retired.append(seq.seq_id)
+        return [s for s in sharers if s.request is not request]
+
+    def step_done(self) -> None:
+        """The rows were executed and committed."""
+        self._rows.clear()
+        self.paging.begin_step()
+
+    def next_scheduled(self) -> Request | None:
+        """A request that still has a row in this step."""
+        return next((seq.request for seq in self._rows), None)
+
+    def is_scheduled(self, row: Row) -> bool:
+        """False once the row was dropped (abort or preemption between begin and finish)."""
+        return self._rows.get(row.seq) is row
+
+    def _preempt_all(self, sharers: list[Sequence]) -> None:
+        for request in reversed(self.running[:]):  # youngest first, so that the queue keeps its order
+            if request.status is Status.RUNNING and any(s.request is request for s in sharers):
+                self.preempt(request)

@@ -1,0 +1,98 @@
+"""ToyRunner: proves the KV data, not only the books, in microseconds and without a model.
+
+Owns a real paged array of (token, position), filled through slot mapping and block copies exactly as a
+model's runner fills K and V. The next token is a hash of what it reads back through the block table, so a
+wrong slot, a copy hazard, a missed table delta or a read of unwritten KV gives a wrong token at once.
+`expected` computes the same tokens without any paging.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from xxhash import xxh3_64_intdigest
+
+from engine.runner import Plan, StepOutput
+
+
+class ToyFault(RuntimeError):
+    """Raised where a test asks the runner to fail."""
+
+
+def next_token(tokens: np.ndarray, positions: np.ndarray, branch: int, vocab_size: int) -> int:
+    """The toy language: depends on every token, its position and the branch. int32 arrays [n]."""
+    data = tokens.astype("<i4").tobytes() + positions.astype("<i4").tobytes()
+    return xxh3_64_intdigest(data, seed=branch) % vocab_size
+
+
+def expected(prompt: Sequence[int], count: int, vocab_size: int, branch: int = 0) -> list[int]:
+    """`count` tokens after the prompt, computed without paging."""
+    tokens = list(prompt)
+    for _ in range(count):
+        n = len(tokens)
+        tokens.append(next_token(np.array(tokens), np.arange(n), branch, vocab_size))
+    return tokens[len(prompt) :]
+
+
+class ToyRunner:
+    """A ModelRunner over (token, position) pairs.
+
+    fault: called with the step and "before" or "after" the writes; may raise. bad: called with a row's
+    sequence id, True makes its logits count as not finite.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int = 64,
+        block_size: int = 16,
+        vocab_size: int = 1000,
+        max_model_len: int | None = None,
+        fault: Callable[[int, str], None] | None = None,
+        bad: Callable[[int], bool] | None = None,
+    ) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.bytes_per_block = 8 * block_size
+        self.weights_bytes = 0
+        self.vocab_size = vocab_size
+        room = (num_blocks - 1) * block_size
+        self.max_model_len = room if max_model_len is None else min(room, max_model_len)
+        self.model_name, self.device, self.dtype = "toy", "cpu", "int32"
+        self._fault = fault or (lambda step, when: None)
+        self._bad = bad or (lambda seq_id: False)
+        self._kv = np.full((num_blocks, block_size, 2), -1, np.int32)
+        self._tables: dict[int, list[int]] = {}
+
+    def step_budget(self, max_num_batched_tokens: int, context: int) -> int:
+        """The whole budget: a toy step takes no time."""
+        return max_num_batched_tokens
+
+    def execute(self, plan: Plan) -> StepOutput:
+        """Copies, then all writes, then all reads."""
+        for seq_id in plan.retired:
+            self._tables.pop(seq_id, None)
+        self._fault(plan.step, "before")
+        for src, dst in plan.copies:
+            self._kv[dst] = self._kv[src]
+        for row in plan.rows:
+            table = self._tables.setdefault(row.seq.seq_id, [])
+            table[row.seq.table_changed_from :] = row.seq.table[row.seq.table_changed_from :]
+            row.seq.table_changed_from = len(row.seq.table)
+            at = np.arange(row.start, row.start + row.n)
+            blocks = np.array(table)[at // self.block_size]
+            self._kv[blocks, at % self.block_size, 0] = row.seq.tokens[row.start : row.start + row.n]
+            self._kv[blocks, at % self.block_size, 1] = at
+        self._fault(plan.step, "after")
+        token_ids: list[list[int]] = []
+        bad_rows = []
+        for i, row in enumerate(plan.rows):
+            if not row.sample or self._bad(row.seq.seq_id):
+                if row.sample:
+                    bad_rows.append(i)
+                token_ids.append([])
+                continue
+            at = np.arange(row.start + row.n)
+            kv = self._kv[np.array(self._tables[row.seq.seq_id])[at // self.block_size], at % self.block_size]
+            token_ids.append([next_token(kv[:, 0], kv[:, 1], row.seq.branch, self.vocab_size)])
+        return StepOutput(token_ids, bad_rows)

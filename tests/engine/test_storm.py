@@ -1,0 +1,178 @@
+"""Storms on the ToyRunner: the event law, the pool's invariants and the KV data after every step."""
+
+from __future__ import annotations
+
+import random
+from itertools import count
+
+import pytest
+
+from engine.config import EngineConfig
+from engine.core import EngineCore
+from engine.events import BlocksCopied, BlocksEvicted, RequestFinished, RequestPreempted, StepBatch
+from engine.params import SamplingParams
+from engine.toy import ToyFault, ToyRunner, next_token
+from tests.engine.mirror import Mirror
+
+import numpy as np
+
+
+def history_is_right(tokens: list[int], prompt: int, branches: list[tuple[int, int]], vocab: int) -> bool:
+    """Every sampled token is the toy language's; branches: (from position, branch number)."""
+    for at in range(prompt, len(tokens)):
+        branch = [b for start, b in branches if at >= start][-1]
+        if next_token(np.array(tokens[:at]), np.arange(at), branch, vocab) != tokens[at]:
+            return False
+    return True
+
+
+class Storm:
+    """Random requests, forks, aborts, resets, faults over one tiny engine; checks everything each step."""
+
+    def __init__(self, seed: int) -> None:
+        r = self.random = random.Random(seed)
+        self.block_size = r.choice([1, 2, 4, 16])
+        self.num_blocks = r.randint(6, 40)
+        self.fail: str | None = None
+        self.nan: set[int] = set()
+        self.vocab = r.choice([2, 50])
+        runner = ToyRunner(
+            self.num_blocks, self.block_size, self.vocab, fault=self._fault, bad=lambda s: s in self.nan
+        )
+        seqs = r.randint(1, 6)
+        chunked = r.random() < 0.8
+        budget = r.randint(seqs + 1, 40) if chunked else runner.max_model_len + seqs
+        config = EngineConfig(
+            max_num_batched_tokens=budget,
+            max_num_seqs=seqs,
+            enable_chunked_prefill=chunked,
+            enable_prefix_caching=r.random() < 0.9,
+            long_prefill_token_threshold=r.choice([0, 0, 5]),
+        )
+        self.mirror = Mirror(self.num_blocks, self.block_size)
+        self.batches: list[StepBatch] = []
+        ticks = count()
+        self.core = EngineCore(
+            config, runner, lambda: next(ticks) * 1e-3, self._take, hash_seed=seed, eos_ids=()
+        )
+        self.ids = count()
+        self.finished: dict[int, RequestFinished] = {}
+        self.branch_points: dict[int, list[tuple[int, int]]] = {}
+        self.requests = {}
+        self.kinds: set[str] = set()
+
+    def _fault(self, step: int, when: str) -> None:
+        if self.fail == when:
+            self.fail = None
+            raise ToyFault(f"{when} the writes of step {step}")
+
+    def _take(self, batch: StepBatch) -> None:
+        self.batches.append(batch)
+        self.mirror.apply(batch)
+        for e in batch.events:
+            self.kinds.add(type(e).__name__ + (f":{e.why}" if hasattr(e, "why") else ""))
+            if isinstance(e, RequestFinished):
+                assert e.request_id not in self.finished
+                self.finished[e.request_id] = e
+
+    def add(self) -> None:
+        r = self.random
+        length = r.randint(1, self.core.runner.max_model_len + 1)
+        family = r.randint(0, 2)  # shared prefixes: the same tokens from the start
+        prompt = [(family + i // 7) % self.vocab for i in range(length)]
+        if r.random() < 0.5:
+            prompt[-1] = r.randrange(self.vocab)
+        params = SamplingParams(max_tokens=r.randint(1, 3 * self.block_size + 4), temperature=0)
+        salt = r.choice([None, None, None, "a"])
+        request = self.core.add_request(next(self.ids), prompt, params, salt=salt)
+        self.requests[request.request_id] = request
+        for s in request.branches:
+            self.branch_points[s.seq_id] = [(0, 0)]
+
+    def fork(self) -> None:
+        running = [s for q in self.core.scheduler.running for s in q.live]
+        if running:
+            parent = self.random.choice(running)
+            child = self.core.fork(parent)
+            if child:
+                points = self.branch_points[parent.seq_id]
+                self.branch_points[child.seq_id] = [*points, (len(parent), child.branch)]
+
+    def act(self) -> None:
+        r, core = self.random, self.core
+        op = r.choices("aferbgNxi", [8, 2, 1, 0.3, 1, 1, 0.5, 20, 1])[0]
+        if op == "a" and len(core.requests) < 8:
+            self.add()
+        elif op == "f":
+            self.fork()
+        elif op == "e" and core.requests:
+            core.abort(r.choice(list(core.requests)))
+        elif op == "r":
+            core.reset_prefix_cache(reset_running=r.random() < 0.5)
+        elif op in "bg":
+            self.fail = "before" if op == "b" else "after"
+        elif op == "N" and core.scheduler.running:
+            self.nan.add(r.choice([s.seq_id for q in core.scheduler.running for s in q.live]))
+        elif op == "i":  # abort between begin and finish
+            plan = core.begin()
+            if plan:
+                self.fail = None
+                output = core.runner.execute(plan)
+                core.abort(r.choice(plan.rows).seq.request.request_id)
+                core.finish(plan, output)
+        core.step()
+        self.check()
+
+    def check(self) -> None:
+        self.core.check()
+        self.core.flush()
+        self.mirror.compare(self.core.pool_snapshot())
+
+    def drain(self) -> None:
+        self.fail = None
+        for _ in range(20_000):
+            if not self.core.has_work:
+                break
+            assert self.core.step() is not None, "work left but nothing could run"
+        self.check()
+        assert not self.core.has_work, "the engine never came to an end"
+        assert self.core._pool.num_active == 0
+
+    def judge(self) -> None:
+        assert set(self.finished) == set(self.requests)
+        for rid, request in self.requests.items():
+            done, prompt = self.finished[rid], request.prompt_tokens
+            if done.reason == "refused":
+                assert prompt >= self.core.runner.max_model_len
+                continue
+            for s in request.branches:
+                tokens = s.tokens.tolist()
+                assert history_is_right(tokens, prompt, self.branch_points[s.seq_id], self.vocab), (rid, s.seq_id)
+            if done.reason == "length":
+                want = min(prompt + request.params.max_tokens, self.core.runner.max_model_len)
+                assert all(len(s) == want for s in request.branches)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_event_law_invariants_and_kv_data_hold_in_a_storm(seed: int) -> None:
+    storm = Storm(seed)
+    for _ in range(1500):
+        storm.act()
+    storm.drain()
+    storm.judge()
+
+
+def test_the_storms_reach_every_kind_of_pool_event() -> None:
+    kinds: set[str] = set()
+    for seed in range(100, 112):
+        storm = Storm(seed)
+        for _ in range(1500):
+            storm.act()
+        storm.drain()
+        storm.judge()
+        kinds |= storm.kinds
+    assert {
+        "BlocksAllocated", "BlocksTouched:hit", "BlocksTouched:fork", "BlocksCopied", "BlocksReleased",
+        "BlocksStored", "BlocksEvicted:reallocated", "BlocksEvicted:unwritten", "BlocksEvicted:invalid",
+        "CacheCleared", "RequestPreempted", "AdmissionBlocked", "SequenceForked",
+    } <= kinds  # fmt: skip
