@@ -1,0 +1,38 @@
+"""The registry of back ends. Each is imported only when it is asked for."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from engine.config import SetupError
+
+if TYPE_CHECKING:
+    import torch
+
+    from engine.ops.base import Ops
+
+
+def get_ops(name: str, device: torch.device, dtype: torch.dtype) -> Ops:
+    """The back end `name` (auto, reference, cpu, triton) on this device in this dtype.
+
+    auto is cpu on a CPU (reference for float64, which has no faster path) and reference on a GPU.
+    Raises SetupError for a combination that does not exist.
+    """
+    import torch
+
+    if name == "auto":
+        name = "cpu" if device.type == "cpu" and dtype != torch.float64 else "reference"
+    if name == "reference":
+        from engine.ops.reference import ReferenceOps
+
+        return ReferenceOps(device, dtype)
+    if name == "cpu":
+        if device.type != "cpu" or dtype == torch.float64:
+            what = "float64" if dtype == torch.float64 else device.type
+            raise SetupError(f"--ops cpu does not run on {what}: use --ops reference")
+        from engine.ops.cpu import CpuOps
+
+        return CpuOps(device, dtype)
+    if name == "triton":
+        raise SetupError("--ops triton is not part of this version: use --ops auto or --ops reference")
+    raise SetupError(f"--ops must be auto, reference, cpu or triton, not {name!r}")

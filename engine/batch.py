@@ -1,0 +1,126 @@
+"""Persistent rows: block tables and sampling parameters of live sequences, on the device.
+
+Owns the mapping sequence -> row. A step applies deltas (Sequence.table_changed_from, Plan.retired) and
+never rebuilds a table. Keeps the invariant that no real token is written into the null block.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from engine.events import NULL_BLOCK
+from engine.ops.base import StepInput
+from engine.runner import Plan, Row
+from engine.sequence import Sequence
+
+_params = np.dtype(
+    [(n, "f8") for n in ("temperature", "top_p", "min_p")] + [(n, "i8") for n in ("top_k", "seed", "branch")]
+)
+
+
+@dataclass(slots=True)
+class SampleRows:
+    """The rows that sample, on the host. params [L]: a record of temperature, top_p, min_p, top_k, seed
+    and branch; position int64 [L]: index in its sequence of the token to draw."""
+
+    params: NDArray[np.void]
+    position: NDArray[np.int64]
+
+
+class DeviceRows:
+    """Rows for sequences. Grows when more sequences live at once than `capacity`."""
+
+    def __init__(self, capacity: int, max_blocks: int, block_size: int, device: torch.device) -> None:
+        self.block_size = block_size
+        self.device = device
+        self._rows: dict[int, int] = {}
+        self._free = list(range(capacity - 1, -1, -1))
+        self._host = torch.zeros((capacity, max_blocks), dtype=torch.int32)
+        self._tables = self._host.numpy()
+        self._device = self._host if device.type == "cpu" else self._host.to(device)
+        self._params = np.zeros(capacity, _params)
+
+    def apply(self, plan: Plan) -> tuple[StepInput, SampleRows]:
+        """Takes over what changed since the last step and lays out this step's tokens.
+
+        Raises ValueError if a token would be written into the null block or beyond its table.
+        """
+        for seq_id in plan.retired:
+            row = self._rows.pop(seq_id, None)
+            if row is not None:
+                self._free.append(row)
+        rows = np.fromiter((self._update(r.seq) for r in plan.rows), np.int32, len(plan.rows))
+        start = np.fromiter((r.start for r in plan.rows), np.int64, len(rows))
+        n = np.fromiter((r.n for r in plan.rows), np.int64, len(rows))
+        ends = np.cumsum(n)
+        total = int(ends[-1]) if len(rows) else 0
+        positions = np.arange(total) + np.repeat(start - (ends - n), n)
+        logical, offset = np.divmod(positions, self.block_size)
+        blocks = self._tables[np.repeat(rows, n), logical].astype(np.int64)
+        if (blocks == NULL_BLOCK).any():
+            raise ValueError("a token's slot is in the null block: its table is too short")
+        sampled = np.fromiter((i for i, r in enumerate(plan.rows) if r.sample), np.int64)
+        kv_lens = start + n
+        batch = StepInput(
+            token_ids=self._to(_tokens(plan.rows)),
+            positions=self._to(positions.astype(np.int32)),
+            slots=self._to(blocks * self.block_size + offset),
+            tables=self._device,
+            rows=self._to(rows),
+            q_starts=self._to(np.concatenate(([0], ends)).astype(np.int32)),
+            kv_lens=self._to(kv_lens.astype(np.int32)),
+            logit_rows=self._to(ends[sampled] - 1),
+            q_lens=n.tolist(),
+            kv_lens_host=kv_lens.tolist(),
+        )
+        return batch, SampleRows(self._params[rows[sampled]], kv_lens[sampled])
+
+    def _update(self, seq: Sequence) -> int:
+        """The sequence's row, its table and (once) its parameters brought up to date."""
+        row = self._rows.get(seq.seq_id)
+        first = seq.table_changed_from
+        if row is None:
+            row = self._rows[seq.seq_id] = self._new_row()
+            first = 0
+            p = seq.request.params
+            self._params[row] = (
+                p.temperature or 0,
+                p.top_p or 1,
+                p.min_p,
+                p.top_k or 0,
+                p.seed or 0,
+                seq.branch,
+            )
+        table = seq.table
+        if first < len(table):
+            self._tables[row, first : len(table)] = table[first:]
+            if self._device is not self._host:
+                self._device[row, first : len(table)] = self._host[row, first : len(table)]
+        seq.table_changed_from = len(table)
+        return row
+
+    def _new_row(self) -> int:
+        if not self._free:
+            n = len(self._host)
+            self._host = torch.cat((self._host, torch.zeros_like(self._host)))
+            self._tables = self._host.numpy()
+            self._device = self._host if self.device.type == "cpu" else self._host.to(self.device)
+            self._params = np.concatenate((self._params, np.zeros_like(self._params)))
+            self._free = list(range(2 * n - 1, n - 1, -1))
+        return self._free.pop()
+
+    def _to(self, a: NDArray[np.generic]) -> torch.Tensor:
+        return torch.from_numpy(np.ascontiguousarray(a)).to(self.device)
+
+
+def _tokens(rows: list[Row]) -> NDArray[np.int64]:
+    """Token ids of the step, flat."""
+    if all(r.n == 1 for r in rows):
+        return np.fromiter((r.seq.tokens[r.start] for r in rows), np.int64, len(rows))
+    # Slices are copies: a view would forbid the sequence to grow while it lives.
+    parts = [np.asarray(r.seq.tokens[r.start : r.start + r.n], dtype=np.int64) for r in rows]
+    return np.concatenate(parts)

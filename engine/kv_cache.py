@@ -1,0 +1,124 @@
+"""The KV cache: one tensor [layer, 2, block, kv_head, slot, dim], its size and its memory.
+
+Owns how many blocks fit and the sum that says so. Block 0 is the null block: it pads tables and no
+real token is ever written into it. A (block, head) is one contiguous run of slots.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.config import EngineConfig, ModelConfig, SetupError
+
+DEFAULT_CPU_BYTES = 192 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class CacheSize:
+    """The size of a cache, in blocks, and where it comes from."""
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+    bytes_per_value: int
+    block_size: int
+    num_blocks: int
+    """The null block included."""
+
+    @property
+    def bytes_per_token(self) -> int:
+        """layers x kv heads x head dim x 2 (K and V) x bytes per value."""
+        return self.layers * self.kv_heads * self.head_dim * 2 * self.bytes_per_value
+
+    @property
+    def bytes_per_block(self) -> int:
+        """block size x bytes per token."""
+        return self.block_size * self.bytes_per_token
+
+    @property
+    def usable_tokens(self) -> int:
+        """Tokens that fit beside the null block."""
+        return (self.num_blocks - 1) * self.block_size
+
+    def __str__(self) -> str:
+        return (
+            f"{self.layers} layers x {self.kv_heads} kv heads x {self.head_dim} head dim x 2 (K, V) x "
+            f"{self.bytes_per_value} bytes = {size(self.bytes_per_token)} a token, x {self.block_size} = "
+            f"{size(self.bytes_per_block)} a block, x {self.num_blocks} blocks = "
+            f"{size(self.num_blocks * self.bytes_per_block)}, {self.usable_tokens:,} tokens"
+        )
+
+
+def size(n: float) -> str:
+    """Bytes for people: 22.5 KiB, 192 MiB."""
+    units = iter(("bytes", "KiB", "MiB", "GiB", "TiB"))
+    unit = next(units)
+    while n >= 1024:
+        n, unit = n / 1024, next(units)
+    return f"{n:.3g} {unit}" if n < 1000 else f"{n:,.0f} {unit}"
+
+
+def cpu_free_bytes() -> int | None:
+    """Memory that the system says can still be taken; None where it does not say."""
+    try:
+        with open("/proc/meminfo", encoding="ascii") as f:
+            fields = dict(line.split(":", 1) for line in f)
+        return int(fields["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
+        return None
+
+
+def gpu_kv_bytes(total: int, free: int, reserved: int, peak: int, utilization: float) -> int:
+    """Bytes for KV on a GPU after a profiled forward.
+
+    total, free: the device's memory; reserved: what this process holds now; peak: the most it held
+    during the forward. What others use counts against `utilization`, which is a part of the total.
+    """
+    others = total - free - reserved
+    return int(total * utilization) - others - peak
+
+
+def plan_size(
+    model: ModelConfig, config: EngineConfig, dtype: torch.dtype, memory: int | None = None
+) -> CacheSize:
+    """How many blocks `config` asks for or fit: into kv_cache_memory, else `memory` bytes, else 192 MiB.
+
+    Raises SetupError if not even one usable block fits.
+    """
+    shape = (model.num_layers, model.num_kv_heads, model.head_dim, dtype.itemsize, config.block_size)
+    if config.num_blocks is not None:
+        return CacheSize(*shape, config.num_blocks)
+    memory = config.kv_cache_memory or memory or DEFAULT_CPU_BYTES
+    one = CacheSize(*shape, 2)
+    blocks = memory // one.bytes_per_block
+    if blocks < 2:
+        raise SetupError(
+            f"too little memory for KV: {size(max(memory, 0))}, but two blocks (one is the null block) take "
+            f"{size(2 * one.bytes_per_block)}; raise --kv-cache-memory"
+        )
+    return CacheSize(*shape, blocks)
+
+
+def check_cpu_memory(weights: int, cache: CacheSize | None, free: int | None) -> None:
+    """Raises SetupError with the sum if weights and cache (both in bytes) exceed what is free."""
+    kv = cache.num_blocks * cache.bytes_per_block if cache else 0
+    if free is not None and weights + kv > free:
+        raise SetupError(
+            f"too little memory: weights {size(weights)} + KV {size(kv)} = {size(weights + kv)}, "
+            f"free {size(free)}; lower --kv-cache-memory or take a smaller model"
+        )
+
+
+def allocate(cache: CacheSize, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """The cache's tensor, zeroed. Raises SetupError where the memory cannot be had."""
+    shape = (cache.layers, 2, cache.num_blocks, cache.kv_heads, cache.block_size, cache.head_dim)
+    try:
+        return torch.zeros(shape, dtype=dtype, device=device)
+    except (RuntimeError, MemoryError) as e:
+        need = size(cache.num_blocks * cache.bytes_per_block)
+        raise SetupError(
+            f"too little memory: KV needs {need}; lower --kv-cache-memory or --num-blocks"
+        ) from e

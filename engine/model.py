@@ -1,0 +1,73 @@
+"""Decoder: one transformer decoder for Llama, Mistral, SmolLM2, Qwen2 and Qwen3.
+
+Owns the order of the blocks; what differs between the families is ModelConfig's flags, how it is
+computed is the ops' matter. Logits are made only for the rows that sample.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from engine.config import ModelConfig
+from engine.layers import Weights, attention_weights, mlp_weights, rope_table, take
+from engine.ops.base import Ops, State, StepInput
+
+
+class Decoder:
+    """Weights packed for `ops`. `weights` is emptied as it is taken over.
+
+    Raises SetupError where the weights do not fit the config.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: Weights,
+        ops: Ops,
+        positions: int,
+        progress: Callable[[int, int, str], None] = lambda done, total, what: None,
+    ) -> None:
+        c = self.config = config
+        self.ops = ops
+        embed = take(weights, "model.embed_tokens.weight", (c.vocab_size, c.hidden_size))
+        head = weights.pop("lm_head.weight", None)
+        self.embed = ops.vector(embed)
+        """[vocab, hidden]"""
+        self.blocks = []
+        for layer in range(c.num_layers):
+            self.blocks.append(
+                (attention_weights(ops, c, weights, layer), mlp_weights(ops, c, weights, layer))
+            )
+            progress(layer + 1, c.num_layers, "packing layers")
+        self.norm = ops.vector(take(weights, "model.norm.weight", (c.hidden_size,)))
+        self.head = ops.pack(embed if head is None or c.tie_word_embeddings else head)
+        self.rope = rope_table(c, positions, ops.device)
+
+    def forward(self, batch: StepInput, cache: Tensor) -> Tensor:
+        """Computes the step's tokens, writing their KV into cache [layer, 2, block, kv_head, slot, dim].
+
+        Returns logits [L, vocab] of `batch.logit_rows`.
+        """
+        plan = self.ops.plan(batch, self.rope)
+        state: State = (None, self.ops.embed(self.embed, batch.token_ids))
+        for layer, (attention, mlp) in enumerate(self.blocks):
+            state = self.ops.attention_block(state, attention, cache[layer], plan)
+            state = self.ops.mlp_block(state, mlp)
+        delta, residual = state
+        rows = batch.logit_rows
+        if len(rows) != len(residual):
+            residual = residual[rows]
+            delta = None if delta is None else delta[rows]
+        hidden, _ = self.ops.add_rms_norm(delta, residual, self.norm, self.config.rms_norm_eps)
+        return self.ops.logits(hidden, self.head)
+
+
+def weight_bytes(c: ModelConfig, bytes_per_value: int) -> int:
+    """Bytes of all parameters; a tied head counts once."""
+    q, kv, h, i = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim, c.hidden_size, c.intermediate_size
+    layer = (q + 2 * kv) * h + q * h + 3 * h * i + 2 * h
+    return (
+        c.num_layers * layer + c.vocab_size * h * (1 if c.tie_word_embeddings else 2) + h
+    ) * bytes_per_value

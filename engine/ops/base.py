@@ -1,0 +1,201 @@
+"""Ops: the only seam that knows the device.
+
+Owns the names of a decoder's operations, the shapes that pass between them, and the default bodies of
+`attention_block` and `mlp_block`, which compose the small operations. A back end overrides the level
+that pays. Keeps two invariants: KV of the whole batch is stored in a layer before that layer's
+attention reads, and a slot outside a sequence's length is never read (it may hold NaN).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(slots=True)
+class Packed:
+    """A linear layer in the back end's own form. `data` is private to the Ops that packed it."""
+
+    in_features: int
+    out_features: int
+    data: Any
+    bias: Tensor | None
+
+
+@dataclass(slots=True)
+class AttentionWeights:
+    """One attention block. norm [hidden], q_norm and k_norm [head_dim] or None, qkv merged in the order
+    q, k, v: hidden -> (heads + 2 kv_heads) * head_dim."""
+
+    norm: Tensor
+    qkv: Packed
+    out: Packed
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    heads: int
+    kv_heads: int
+    head_dim: int
+    eps: float
+
+
+@dataclass(slots=True)
+class MlpWeights:
+    """One gated MLP. norm [hidden], gate_up merged: hidden -> 2 * intermediate (gate first)."""
+
+    norm: Tensor
+    gate_up: Packed
+    down: Packed
+    eps: float
+
+
+@dataclass(slots=True)
+class RopeTable:
+    """cos and sin, float32 [positions, head_dim / 2], attention scaling included."""
+
+    cos: Tensor
+    sin: Tensor
+
+
+@dataclass(slots=True)
+class StepInput:
+    """A step's tokens on the device, rows of one sequence contiguous and in order.
+
+    token_ids int64 [T]; positions int32 [T]; slots int64 [T] = block * block_size + offset;
+    tables int32 [rows, max_blocks] (persistent); rows int32 [S], each sequence's row in `tables`;
+    q_starts int32 [S + 1]; kv_lens int32 [S], tokens to attend to including this step's;
+    logit_rows int64 [L], the token rows whose logits are wanted. q_lens and kv_lens_host are the
+    same facts on the host.
+    """
+
+    token_ids: Tensor
+    positions: Tensor
+    slots: Tensor
+    tables: Tensor
+    rows: Tensor
+    q_starts: Tensor
+    kv_lens: Tensor
+    logit_rows: Tensor
+    q_lens: list[int]
+    kv_lens_host: list[int]
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """What `plan` prepares once a step for all layers; back ends subclass it."""
+
+    batch: StepInput
+    rope: RopeTable
+
+
+State = tuple[Tensor | None, Tensor]
+"""Between blocks: (delta, residual), both [T, hidden]. The hidden state is their sum; a delta of None
+means that it is already added. The residual's dtype is the back end's choice."""
+
+
+class Ops(ABC):
+    """A back end. x is [T, features] in `dtype` on `device` unless said otherwise."""
+
+    name: str
+
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        self.device = device
+        self.dtype = dtype
+
+    # ------------------------------------------------------------------------ once at the start
+
+    def pack(self, weight: Tensor, bias: Tensor | None = None) -> Packed:
+        """Takes over a linear's weight [out, in] (any float dtype) and bias [out]."""
+        w = weight.to(self.device, self.dtype).contiguous()
+        b = None if bias is None else bias.to(self.device, self.dtype)
+        return Packed(weight.shape[1], weight.shape[0], w, b)
+
+    def vector(self, weight: Tensor) -> Tensor:
+        """Takes over a norm's weight or another small tensor."""
+        return weight.to(self.device, self.dtype).contiguous()
+
+    # ------------------------------------------------------------------------------ once a step
+
+    def plan(self, batch: StepInput, rope: RopeTable) -> StepPlan:
+        """Prepares what every layer of this step shares."""
+        return StepPlan(batch, rope)
+
+    def copy_blocks(self, cache: Tensor, pairs: Iterable[tuple[int, int]]) -> None:
+        """Copies (src, dst) blocks of all layers, in order. cache [layer, 2, block, ...].
+
+        Within one launch all sources are read before any destination is visible, so a new launch
+        starts whenever a block id repeats.
+        """
+        for src, dst in launches(pairs):
+            s = torch.tensor(src, device=cache.device)
+            d = torch.tensor(dst, device=cache.device)
+            cache.index_copy_(2, d, cache.index_select(2, s))
+
+    # ------------------------------------------------------------------------- small operations
+
+    def embed(self, table: Tensor, token_ids: Tensor) -> Tensor:
+        """Rows of table [vocab, hidden] -> residual [T, hidden]."""
+        return torch.nn.functional.embedding(token_ids, table)
+
+    @abstractmethod
+    def linear(self, x: Tensor, w: Packed) -> Tensor:
+        """x @ weight.T + bias: [T, in] -> [T, out]."""
+
+    def logits(self, x: Tensor, head: Packed) -> Tensor:
+        """The LM head: [L, hidden] -> [L, vocab], in float32 where the back end can."""
+        return self.linear(x, head)
+
+    @abstractmethod
+    def add_rms_norm(
+        self, delta: Tensor | None, residual: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """residual += delta; returns (residual / rms(residual) * weight, residual)."""
+
+    @abstractmethod
+    def qkv_prepare(self, qkv: Tensor, w: AttentionWeights, kv: Tensor, plan: StepPlan) -> Tensor:
+        """QK-norm (where w has one), RoPE, and the write of K and V into their slots.
+
+        qkv [T, (heads + 2 kv_heads) * head_dim]; kv [2, block, kv_head, slot, dim], one layer of the
+        cache. Returns q [T, heads, head_dim].
+        """
+
+    @abstractmethod
+    def attention(self, q: Tensor, kv: Tensor, w: AttentionWeights, plan: StepPlan) -> Tensor:
+        """Causal attention of q [T, heads, head_dim] over each sequence's blocks -> the same shape."""
+
+    @abstractmethod
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """silu(first half) * second half: [T, 2 * intermediate] -> [T, intermediate]."""
+
+    # ------------------------------------------------------------------------------ whole blocks
+
+    def attention_block(self, state: State, w: AttentionWeights, kv: Tensor, plan: StepPlan) -> State:
+        """hidden + out(attention(norm(hidden)))."""
+        x, residual = self.add_rms_norm(*state, w.norm, w.eps)
+        q = self.qkv_prepare(self.linear(x, w.qkv), w, kv, plan)
+        return self.linear(self.attention(q, kv, w, plan).flatten(1), w.out), residual
+
+    def mlp_block(self, state: State, w: MlpWeights) -> State:
+        """hidden + down(silu(gate) * up) of norm(hidden)."""
+        x, residual = self.add_rms_norm(*state, w.norm, w.eps)
+        return self.linear(self.silu_mul(self.linear(x, w.gate_up)), w.down), residual
+
+
+def launches(pairs: Iterable[tuple[int, int]]) -> Iterator[tuple[list[int], list[int]]]:
+    """Splits copies into (sources, destinations) groups in which no block id occurs twice."""
+    src: list[int] = []
+    dst: list[int] = []
+    seen: set[int] = set()
+    for s, d in pairs:
+        if s in seen or d in seen:
+            yield src, dst
+            src, dst, seen = [], [], set()
+        src.append(s)
+        dst.append(d)
+        seen |= {s, d}
+    if src:
+        yield src, dst

@@ -1,0 +1,80 @@
+"""ReferenceOps: plain torch on any device, float64 when asked.
+
+Slow and obvious on purpose: one sequence at a time, softmax written out. Every other back end is
+tested against it. Norms, rotation and softmax run in at least float32, as in transformers.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from engine.ops.base import AttentionWeights, Ops, Packed, StepPlan
+
+
+class ReferenceOps(Ops):
+    """What the operations mean."""
+
+    name = "reference"
+
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        super().__init__(device, dtype)
+        self.wide = torch.float64 if dtype == torch.float64 else torch.float32
+        """Precision of norms, rotation and softmax."""
+
+    def linear(self, x: Tensor, w: Packed) -> Tensor:
+        return torch.nn.functional.linear(x, w.data, w.bias)
+
+    def add_rms_norm(
+        self, delta: Tensor | None, residual: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        residual = residual if delta is None else residual + delta
+        return self._rms_norm(residual, weight, eps), residual
+
+    def qkv_prepare(self, qkv: Tensor, w: AttentionWeights, kv: Tensor, plan: StepPlan) -> Tensor:
+        b = plan.batch
+        q, k, v = qkv.view(len(qkv), -1, w.head_dim).split([w.heads, w.kv_heads, w.kv_heads], dim=1)
+        if w.q_norm is not None and w.k_norm is not None:
+            q, k = self._rms_norm(q, w.q_norm, w.eps), self._rms_norm(k, w.k_norm, w.eps)
+        positions = b.positions.long()
+        cos, sin = (t[positions].to(self.wide)[:, None] for t in (plan.rope.cos, plan.rope.sin))
+        block_size = kv.shape[3]
+        block, offset = b.slots // block_size, b.slots % block_size
+        kv[0][block, :, offset] = self._rotate(k, cos, sin)
+        kv[1][block, :, offset] = v
+        return self._rotate(q, cos, sin)
+
+    def attention(self, q: Tensor, kv: Tensor, w: AttentionWeights, plan: StepPlan) -> Tensor:
+        b = plan.batch
+        out = torch.empty_like(q)
+        block_size = kv.shape[3]
+        first = 0
+        for row, n, length in zip(b.rows.tolist(), b.q_lens, b.kv_lens_host, strict=True):
+            blocks = b.tables[row, : -(-length // block_size)].long()
+            k, v = (
+                half[blocks].transpose(0, 1).flatten(1, 2)[:, :length].to(self.wide) for half in kv.unbind(0)
+            )
+            k = k.repeat_interleave(w.heads // w.kv_heads, dim=0)
+            v = v.repeat_interleave(w.heads // w.kv_heads, dim=0)
+            scores = q[first : first + n].transpose(0, 1).to(self.wide) @ k.mT * w.head_dim**-0.5
+            key = torch.arange(length, device=q.device)
+            query = torch.arange(length - n, length, device=q.device)
+            scores.masked_fill_(key > query[:, None], float("-inf"))
+            out[first : first + n] = (scores.softmax(-1) @ v).transpose(0, 1).to(q.dtype)
+            first += n
+        return out
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return torch.nn.functional.silu(gate) * up
+
+    def _rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        wide = x.to(self.wide)
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+        # Rounded before the weight, as in transformers: in bf16 the order shows.
+        return wide.to(x.dtype) * weight
+
+    def _rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Rotates [T, heads, head_dim]: dimension i pairs with i + head_dim / 2."""
+        a, b = x.to(self.wide).chunk(2, dim=-1)
+        return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)

@@ -1,0 +1,221 @@
+"""TorchRunner: the ModelRunner that computes with torch.
+
+Owns the model, the KV cache, the persistent rows and the choice of device, dtype and ops; lives in the
+engine thread. A step is copies, forward, sampling, in this order and never split.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from engine.batch import DeviceRows
+from engine.config import EngineConfig, ModelConfig, SetupError
+from engine.kv_cache import (
+    CacheSize,
+    allocate,
+    check_cpu_memory,
+    cpu_free_bytes,
+    gpu_kv_bytes,
+    plan_size,
+    size,
+)
+from engine.layers import Weights
+from engine.model import Decoder, weight_bytes
+from engine.ops import get_ops
+from engine.params import SamplingParams
+from engine.runner import Plan, Row, StepOutput
+from engine.sampler import sample
+from engine.sequence import Request, Sequence
+from engine.step_cost import StepCost
+
+Progress = Callable[[int, int, str], None]
+
+_dtypes = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
+
+
+def build(config: EngineConfig, progress: Progress) -> TorchRunner:
+    """Resolves, loads and packs the model, sizes the cache and warms up.
+
+    Call it in the thread that will call `execute`. Raises SetupError: one line that says what to do.
+    """
+    from engine import hub, loader
+
+    _, dtype = choose(config)
+    files = hub.resolve(config.model, revision=config.revision, progress=progress)
+    loaded = loader.load(files, dtype=dtype, progress=progress)
+    return TorchRunner.from_weights(loaded.config, loaded.weights, config, progress)
+
+
+def choose(config: EngineConfig) -> tuple[torch.device, torch.dtype]:
+    """The device and dtype that `config` means. Raises SetupError for a GPU that torch doesn't see."""
+    cuda = torch.cuda.is_available()
+    if config.device == "cuda" and not cuda:
+        raise SetupError("--device cuda: torch sees no CUDA GPU; use --device cpu or install torch with CUDA")
+    device = torch.device("cuda" if cuda and config.device != "cpu" else "cpu")
+    return device, _dtypes["bfloat16" if config.dtype == "auto" else config.dtype]
+
+
+class TorchRunner:
+    """See engine.runner.ModelRunner. Build one with `build` or `from_weights`."""
+
+    def __init__(
+        self, model: Decoder, cache_size: CacheSize, max_model_len: int, config: EngineConfig
+    ) -> None:
+        ops = model.ops
+        self.model = model
+        self.config = config
+        self.cache_size = cache_size
+        """str() of it is the sum: layers x kv heads x head dim x 2 x bytes."""
+        self.num_blocks = cache_size.num_blocks
+        self.block_size = cache_size.block_size
+        self.bytes_per_block = cache_size.bytes_per_block
+        self.weights_bytes = weight_bytes(model.config, ops.dtype.itemsize)
+        self.vocab_size = model.config.vocab_size
+        self.max_model_len = max_model_len
+        self.model_name = model.config.name
+        self.device = ops.device.type
+        self.dtype = str(ops.dtype).removeprefix("torch.")
+        self.ops_name = ops.name
+        self.cache = allocate(cache_size, ops.device, ops.dtype)
+        blocks = -(-max_model_len // cache_size.block_size) + 1
+        self._rows = DeviceRows(config.max_num_seqs, blocks, cache_size.block_size, ops.device)
+        self._cost = StepCost(model.config) if self.device == "cpu" else None
+
+    @classmethod
+    @torch.inference_mode()
+    def from_weights(
+        cls,
+        model_config: ModelConfig,
+        weights: Weights,
+        config: EngineConfig,
+        progress: Progress = lambda done, total, what: None,
+    ) -> TorchRunner:
+        """A runner over `weights` (HF names; the dict is emptied as they are packed)."""
+        device, dtype = choose(config)
+        if device.type == "cpu":
+            torch.set_num_threads(config.threads or _cores())
+        ops = get_ops(config.ops, device, dtype)
+        longest = model_config.max_position_embeddings
+        if config.max_model_len is not None and config.max_model_len > longest:
+            raise SetupError(
+                f"--max-model-len {config.max_model_len} is over the model's limit of {longest} tokens"
+            )
+        if device.type == "cpu":
+            check_cpu_memory(0, plan_size(model_config, config, dtype), cpu_free_bytes())
+        model = Decoder(model_config, weights, ops, longest, progress)
+        memory = None if device.type == "cpu" else _profile_gpu(model, config)
+        cache_size = plan_size(model_config, config, dtype, memory)
+        runner = cls(model, cache_size, clamp_model_len(config.max_model_len, longest, cache_size), config)
+        progress(1, 1, f"KV: {cache_size}")
+        runner.warm_up()
+        return runner
+
+    # ---------------------------------------------------------------------------------- the steps
+
+    @torch.inference_mode()
+    def execute(self, plan: Plan) -> StepOutput:
+        """One step. Raises what torch raises; then the step counts as not executed."""
+        t0 = time.perf_counter()
+        batch, sampled = self._rows.apply(plan)
+        if plan.copies:
+            self.model.ops.copy_blocks(self.cache, plan.copies)
+        if not plan.rows:
+            return StepOutput([], t_prepare=time.perf_counter() - t0)
+        t1 = time.perf_counter()
+        clock = _GpuClock() if self.device == "cuda" else None
+        logits = self.model.forward(batch, self.cache)
+        t2 = time.perf_counter()
+        ids, bad = sample(logits, sampled) if len(logits) else ([], [])
+        t3 = time.perf_counter()
+        output = StepOutput(
+            [[] for _ in plan.rows], [], t1 - t0, t2 - t1, t3 - t2, clock.stop() if clock else None
+        )
+        sampling = [i for i, row in enumerate(plan.rows) if row.sample]
+        for i, token in zip(sampling, ids, strict=True):
+            output.token_ids[i] = [token]
+        for i in bad:
+            output.token_ids[sampling[i]] = []
+            output.bad_rows.append(sampling[i])
+        if self._cost:
+            self._cost.observe(batch.q_lens, batch.kv_lens_host, t2 - t1)
+        return output
+
+    def step_budget(self, max_num_batched_tokens: int, context: int) -> int:
+        """Tokens for a step beside this context; on a CPU so many that it stays under half a second."""
+        if self._cost is None:
+            return max_num_batched_tokens
+        return min(max_num_batched_tokens, self._cost.tokens_within(context))
+
+    def warm_up(self) -> None:
+        """Two forwards over blocks that nobody owns yet: compiles, pages in, measures the step cost."""
+        n = min(64, self.max_model_len, self.cache_size.usable_tokens)
+        seq = Sequence(-1, Request(-1, [0] * n, SamplingParams(temperature=0.0), 0.0))
+        seq.table = list(range(1, -(-n // self.block_size) + 1))
+        for _ in range(2):
+            self.execute(Plan(0, [Row(seq, 0, n, True)]))
+        self.execute(Plan(0, retired=[-1]))
+
+
+def clamp_model_len(asked: int | None, longest: int, cache: CacheSize) -> int:
+    """The longest sequence. Raises SetupError if it was given and the pool cannot hold it."""
+    fits = cache.usable_tokens
+    if asked is None:
+        return min(longest, fits)
+    if asked > fits:
+        raise SetupError(
+            f"--max-model-len {asked} needs {-(-asked // cache.block_size)} blocks, the pool has "
+            f"{cache.num_blocks - 1} ({fits} tokens): lower it or raise --num-blocks or --kv-cache-memory"
+        )
+    return asked
+
+
+def _cores() -> int:
+    try:
+        return len(os.sched_getaffinity(0))
+    except AttributeError:
+        return os.cpu_count() or 1
+
+
+def _profile_gpu(model: Decoder, config: EngineConfig) -> int:
+    """Bytes left for KV beside weights and the activations of the largest step."""
+    device = model.ops.device
+    tokens = config.max_num_batched_tokens or 2048
+    tokens = min(tokens, model.config.max_position_embeddings)
+    blocks = -(-tokens // config.block_size) + 1
+    small = plan_size(model.config, replace(config, num_blocks=blocks), model.ops.dtype)
+    cache = allocate(small, device, model.ops.dtype)
+    seq = Sequence(-1, Request(-1, [0] * tokens, SamplingParams(temperature=0.0), 0.0))
+    seq.table = list(range(1, blocks))
+    batch, _ = DeviceRows(1, blocks, config.block_size, device).apply(Plan(0, [Row(seq, 0, tokens, True)]))
+    torch.cuda.reset_peak_memory_stats(device)
+    model.forward(batch, cache)
+    torch.cuda.synchronize(device)
+    peak = torch.cuda.max_memory_allocated(device) - cache.nbytes
+    del cache
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    left = gpu_kv_bytes(total, free, torch.cuda.memory_reserved(device), peak, config.gpu_memory_utilization)
+    if left <= 0:
+        raise SetupError(
+            f"too little GPU memory: {config.gpu_memory_utilization:.0%} of {size(total)} less {size(peak)} for weights "
+            "and activations leaves nothing for KV; raise --gpu-memory-utilization"
+        )
+    return left
+
+
+class _GpuClock:
+    """Time of the current stream from construction to stop, in seconds; stop waits for the GPU."""
+
+    def __init__(self) -> None:
+        self._start, self._end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        self._start.record()
+
+    def stop(self) -> float:
+        self._end.record()
+        self._end.synchronize()
+        return float(self._start.elapsed_time(self._end)) / 1000
