@@ -1,0 +1,96 @@
+"""History: what each hash meant and what became of it, so that a miss can be explained.
+
+Owns one immutable record per hash that was ever stored, the children of every parent hash, and when a
+record left the hash table, why and for whom. Bounded: once there are over twice `limit` records,
+the oldest that are gone from the table are dropped.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Gone(NamedTuple):
+    """How a content left the hash table. why: reallocated, unwritten, invalid, reset. `by` is the
+    request that took the memory, `hits` how often the block had been read."""
+
+    t: float
+    why: str
+    by_seq: int | None
+    hits: int
+    born: float
+
+
+class Stored(NamedTuple):
+    """One content: `place` counts blocks from the prompt's start, `token_ids` has a block's tokens
+    (empty in a redacted recording)."""
+
+    hash: str
+    parent: str
+    place: int
+    token_ids: tuple[int, ...]
+    salt: str | None
+    seq_id: int
+    t: float
+    gone: Gone | None = None
+
+
+class History:
+    """Records by hash, newest last."""
+
+    __slots__ = ("_children", "_records", "limit", "root")
+
+    def __init__(self, limit: int = 50_000) -> None:
+        self.limit = limit
+        self.root: str | None = None
+        """The parent of every block 0, once one was stored."""
+        self._records: dict[str, Stored] = {}
+        self._children: dict[str, list[str]] = {}
+
+    def copy(self) -> History:
+        """Independent; records are shared."""
+        other = History(self.limit)
+        other.root = self.root
+        other._records = self._records.copy()
+        other._children = {h: c[:] for h, c in self._children.items()}
+        return other
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def get(self, hash_: str) -> Stored | None:
+        """What was stored under this hash, if it is remembered."""
+        return self._records.get(hash_)
+
+    def children(self, parent: str, most: int = 256) -> list[Stored]:
+        """Contents stored right after `parent`, newest first, at most `most`."""
+        names = self._children.get(parent, [])
+        return [self._records[h] for h in names[: -most - 1 : -1]]
+
+    def stored(self, record: Stored) -> None:
+        """A content entered the table (perhaps again)."""
+        old = self._records.pop(record.hash, None)
+        self._records[record.hash] = record
+        if record.place == 0:
+            self.root = record.parent
+        if old is None:
+            self._children.setdefault(record.parent, []).append(record.hash)
+            if len(self._records) > 2 * self.limit:
+                self._trim()
+
+    def left(self, hash_: str, gone: Gone) -> None:
+        """The last block of this content lost its hash."""
+        record = self._records.get(hash_)
+        if record is not None:
+            self._records[hash_] = record._replace(gone=gone)
+
+    def _trim(self) -> None:
+        spare = len(self._records) - self.limit
+        for h in [h for h, r in self._records.items() if r.gone is not None][:spare]:
+            parent = self._records.pop(h).parent
+            kin = self._children[parent]
+            kin.remove(h)
+            if not kin:
+                del self._children[parent]
+        if len(self._records) > self.limit * 3 // 2:
+            self.limit = len(self._records)  # a table larger than the limit must not trim at every store

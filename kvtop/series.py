@@ -1,0 +1,165 @@
+"""Time series for graphs: bounded rings of points and of rates, all on the batches' own clock.
+
+Owns the buffers and their arithmetic (percentiles, per-second rates); knows no widget. A series is a
+function of the events alone: the same recording gives the same curves at any replay speed. Steps that
+slow motion stretched are kept out by whoever adds points.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float64]
+
+
+class Ring:
+    """The last `capacity` rows (t, value, tag), oldest first when read.
+
+    t and value in seconds or what the owner says; tag is a second figure of the same point, for example
+    cached tokens of a TTFT.
+    """
+
+    __slots__ = ("_count", "_rows")
+
+    def __init__(self, capacity: int = 2048) -> None:
+        self._rows = np.zeros((capacity, 3))
+        self._count = 0
+
+    def __len__(self) -> int:
+        return min(self._count, len(self._rows))
+
+    @property
+    def total(self) -> int:
+        """Points ever added: a widget that saw the same total need not paint again."""
+        return self._count
+
+    def add(self, t: float, value: float, tag: float = 0.0) -> None:
+        """One more point, the oldest falls out when the ring is full."""
+        self._rows[self._count % len(self._rows)] = (t, value, tag)
+        self._count += 1
+
+    def rows(self, since: float = -np.inf) -> Floats:
+        """[points, 3] copies of (t, value, tag), oldest first, those with t >= since."""
+        n, size = self._count, len(self._rows)
+        rows = self._rows[:n] if n <= size else np.roll(self._rows, -(n % size), axis=0)
+        return rows[np.searchsorted(rows[:, 0], since) :].copy()
+
+    def values(self, since: float = -np.inf) -> Floats:
+        """[points] values, oldest first."""
+        return self.rows(since)[:, 1]
+
+    def last(self) -> float | None:
+        """The newest value, None without points."""
+        return float(self._rows[(self._count - 1) % len(self._rows), 1]) if self._count else None
+
+    def percentile(self, q: float, since: float = -np.inf) -> float | None:
+        """q in 0..100 over the points with t >= since; None without points."""
+        return percentile(self.values(since), q)
+
+    def copy(self) -> Ring:
+        """An independent ring with the same points."""
+        return copy.deepcopy(self)
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Ring:
+        other = Ring.__new__(Ring)
+        other._rows, other._count = self._rows.copy(), self._count
+        return other
+
+
+class Rate:
+    """Amounts summed in buckets of `bucket` seconds; reads as amount per second."""
+
+    __slots__ = ("_last", "_start", "_sums", "bucket", "total")
+
+    def __init__(self, bucket: float = 0.25, capacity: int = 2400) -> None:
+        self.bucket = bucket
+        self.total = 0.0
+        """Everything ever added."""
+        self._sums = np.zeros(capacity)
+        self._last = -1
+        self._start: float | None = None
+
+    def add(self, t: float, amount: float) -> None:
+        """Something happened at t (seconds, not decreasing)."""
+        i = self._advance(t)
+        self._sums[i % len(self._sums)] += amount
+        self.total += amount
+        if self._start is None:
+            self._start = t
+
+    def now(self, t: float, window: float = 2.0) -> float | None:
+        """Per second over the last `window` seconds before t; None before anything was added."""
+        if self._start is None:
+            return None
+        span = min(window, max(t - self._start, self.bucket))
+        return float(self.points(t, span)[1].mean())
+
+    def points(self, until: float, span: float) -> tuple[Floats, Floats]:
+        """(bucket starts [n], per-second values [n]) of the last `span` seconds before `until`, zeros
+        where nothing was added; at most the ring's length."""
+        last = int(until / self.bucket)
+        n = max(1, min(len(self._sums), round(span / self.bucket)))
+        index = np.arange(last - n + 1, last + 1)
+        known = (index >= 0) & (index <= self._last) & (index > self._last - len(self._sums))
+        values = np.where(known, self._sums[index % len(self._sums)], 0.0)
+        return (index * self.bucket).astype(np.float64), (values / self.bucket).astype(np.float64)
+
+    def _advance(self, t: float) -> int:
+        i = max(int(t / self.bucket), self._last)
+        if self._last < 0:
+            self._last = i
+        size = len(self._sums)
+        if i - self._last >= size:
+            self._sums[:] = 0
+        else:
+            self._sums[np.arange(self._last + 1, i + 1) % size] = 0
+        self._last = i
+        return i
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Rate:
+        other = Rate.__new__(Rate)
+        other.bucket, other.total, other._last, other._start = (
+            self.bucket,
+            self.total,
+            self._last,
+            self._start,
+        )
+        other._sums = self._sums.copy()
+        return other
+
+
+@dataclass(slots=True)
+class Series:
+    """Everything that a graph shows.
+
+    ttft: (t of the first token, seconds since arrival, tokens read from the cache), requests that no
+    slow step touched. itl: (t, seconds between two tokens of a sequence), slow steps left out. hit_rate:
+    (t of the look-up, hit tokens / prompt tokens so far, 0..1). step: (t, seconds of schedule + prepare
+    + forward + sample, tokens), slow steps included: their wait is not in it. output, prefill: tokens;
+    evictions: blocks. util (percent), memory (bytes), power (W): only what the device tells.
+    """
+
+    ttft: Ring = field(default_factory=Ring)
+    itl: Ring = field(default_factory=lambda: Ring(4096))
+    hit_rate: Ring = field(default_factory=Ring)
+    step: Ring = field(default_factory=lambda: Ring(4096))
+    output: Rate = field(default_factory=Rate)
+    prefill: Rate = field(default_factory=Rate)
+    evictions: Rate = field(default_factory=Rate)
+    util: Ring = field(default_factory=Ring)
+    memory: Ring = field(default_factory=Ring)
+    power: Ring = field(default_factory=Ring)
+
+    def copy(self) -> Series:
+        """Independent buffers with the same content."""
+        return copy.deepcopy(self)
+
+
+def percentile(values: Floats | Sequence[float], q: float) -> float | None:
+    """Linear interpolation between ranks, as numpy's default; None without values."""
+    return float(np.percentile(values, q)) if len(values) else None
