@@ -17,7 +17,7 @@ from engine.ops.base import StepInput
 from engine.runner import Plan, Row
 from engine.sequence import Sequence
 
-_params = np.dtype(
+PARAMS = np.dtype(
     [(n, "f8") for n in ("temperature", "top_p", "min_p")] + [(n, "i8") for n in ("top_k", "seed", "branch")]
 )
 
@@ -42,7 +42,7 @@ class DeviceRows:
         self._host = torch.zeros((capacity, max_blocks), dtype=torch.int32)
         self._tables = self._host.numpy()
         self._device = self._host if device.type == "cpu" else self._host.to(device)
-        self._params = np.zeros(capacity, _params)
+        self._params = np.zeros(capacity, PARAMS)
 
     def apply(self, plan: Plan) -> tuple[StepInput, SampleRows]:
         """Takes over what changed since the last step and lays out this step's tokens.

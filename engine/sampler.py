@@ -41,10 +41,10 @@ def _draw(logits: Tensor, rows: SampleRows) -> Tensor:
     key = (p["seed"], p["branch"], torch.from_numpy(rows.position).to(logits.device))
     if kept <= vocab // 8:
         values, ids = scaled.topk(kept)
-        words = _noise_at(*key, ids)
+        words = noise_at(*key, ids)
     else:
         values, ids = scaled, torch.arange(vocab, device=logits.device).expand_as(scaled)
-        words = _noise_all(*key, vocab)
+        words = noise_all(*key, vocab)
     scores = (values + gumbel(words, values.dtype)).masked_fill(values < cut[:, None], float("-inf"))
     return ids.gather(1, scores.argmax(-1, keepdim=True)).squeeze(1)
 
@@ -75,6 +75,7 @@ def _ranked_cutoffs(scaled: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     vocab = scaled.shape[1]
     limited = (top_k > 0) & (top_k < vocab)
     k = torch.where(limited, top_k, vocab)
+    top_p = torch.where(top_p < 1, top_p, float("inf"))  # all, even where rounding sums to over 1
     total = scaled.double().logsumexp(-1)
     width = min(vocab, max(256, 2 * int(torch.where(limited, k, 0).max())))
     while True:
@@ -122,14 +123,14 @@ def _key(seed: Tensor) -> tuple[Tensor, Tensor]:
     return (seed & _MASK)[:, None], ((seed >> 32) & _MASK)[:, None]
 
 
-def _noise_at(seed: Tensor, branch: Tensor, position: Tensor, ids: Tensor) -> Tensor:
+def noise_at(seed: Tensor, branch: Tensor, position: Tensor, ids: Tensor) -> Tensor:
     """Words of the tokens ids [R, n] -> [R, n]."""
     counter = (ids >> 2, position[:, None], branch[:, None], torch.zeros_like(ids))
     words = torch.stack(philox4x32(counter, _key(seed)), -1)
     return words.gather(-1, (ids & 3)[..., None]).squeeze(-1)
 
 
-def _noise_all(seed: Tensor, branch: Tensor, position: Tensor, vocab: int) -> Tensor:
+def noise_all(seed: Tensor, branch: Tensor, position: Tensor, vocab: int) -> Tensor:
     """Words of every token -> [R, vocab]: one Philox block serves four tokens."""
     quads = torch.arange(-(-vocab // 4), device=seed.device)[None].expand(len(seed), -1)
     counter = (quads, position[:, None], branch[:, None], torch.zeros_like(quads))

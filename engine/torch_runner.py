@@ -202,8 +202,8 @@ def _profile_gpu(model: Decoder, config: EngineConfig) -> int:
     left = gpu_kv_bytes(total, free, torch.cuda.memory_reserved(device), peak, config.gpu_memory_utilization)
     if left <= 0:
         raise SetupError(
-            f"too little GPU memory: {config.gpu_memory_utilization:.0%} of {size(total)} less {size(peak)} for weights "
-            "and activations leaves nothing for KV; raise --gpu-memory-utilization"
+            f"too little GPU memory: weights and activations take {size(peak)}, more than "
+            f"{config.gpu_memory_utilization:.0%} of {size(total)}; raise --gpu-memory-utilization"
         )
     return left
 
