@@ -108,7 +108,17 @@ class FreeQueue:
 class BlockPool:
     """Blocks 1..num_blocks-1 of `block_size` tokens; block 0 is the null block."""
 
-    __slots__ = ("_copies", "_hash", "_num_cached", "_queue", "_ref", "_table", "block_size", "events", "num_blocks")
+    __slots__ = (
+        "_copies",
+        "_hash",
+        "_num_cached",
+        "_queue",
+        "_ref",
+        "_table",
+        "block_size",
+        "events",
+        "num_blocks",
+    )
 
     def __init__(self, num_blocks: int, block_size: int, events: list[Event] | None = None) -> None:
         """events: where mutations are appended, in order."""

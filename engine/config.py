@@ -146,7 +146,9 @@ class EngineConfig:
                 raise SetupError(text)
 
         b = self.block_size
-        need(1 <= b <= 256 and b & (b - 1) == 0, f"--block-size must be a power of two from 1 to 256, not {b}")
+        need(
+            1 <= b <= 256 and b & (b - 1) == 0, f"--block-size must be a power of two from 1 to 256, not {b}"
+        )
         n = self.num_blocks
         need(n is None or n >= 2, f"--num-blocks must be at least 2 (block 0 is the null block), not {n}")
         m = self.kv_cache_memory

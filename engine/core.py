@@ -14,9 +14,9 @@ from typing import Any
 from engine.blocks import BlockPool
 from engine.config import EngineConfig, SetupError
 from engine.detok import Detokenizer, TokenBytes
+from engine.event_log import EventLog
 from engine.events import (
     EngineError,
-    Event,
     PoolSnapshot,
     RequestFinished,
     RequestQueued,
@@ -43,7 +43,7 @@ Finish = Callable[[Request], None]
 class EngineCore:
     """The engine as a deterministic state machine over a runner.
 
-    clock: seconds, monotonic. sink: gets each StepBatch. token_bytes: text of a token id, None where
+    log: where events go, with the clock. token_bytes: text of a token id, None where
     the source has no text. on_finished: called once per request after its RequestFinished.
     """
 
@@ -51,8 +51,7 @@ class EngineCore:
         self,
         config: EngineConfig,
         runner: ModelRunner,
-        clock: Callable[[], float],
-        sink: Callable[[StepBatch], None],
+        log: EventLog,
         *,
         hash_seed: int,
         token_bytes: TokenBytes | None = None,
@@ -60,15 +59,13 @@ class EngineCore:
         eos_ids: Iterable[int] = (),
         defaults: dict[str, Any] | None = None,
         on_finished: Finish | None = None,
-        first_batch: int = 0,
-        first_event: int = 0,
     ) -> None:
         self.runner = runner
-        self.clock = clock
+        self.log = log
+        self.clock = log.clock
+        self.events = log.events
         self.slow = False
         """Set while slow motion waits between steps; StepCompleted carries it."""
-        self.events: list[Event] = []
-        self._sink = sink
         self._pool = BlockPool(runner.num_blocks, runner.block_size, self.events)
         self.paging = Paging(self._pool, hash_seed, config.enable_prefix_caching)
         self._budget = config.max_num_batched_tokens or 512
@@ -96,11 +93,8 @@ class EngineCore:
         self._seed = config.seed
         self._on_finished = on_finished
         self._seen = bytearray(runner.vocab_size)
-        self._step = 0
         self._budget_now = 0
         self._t_schedule = 0.0
-        self._seq = first_batch
-        self._num_events = first_event
 
     # ---------------------------------------------------------------- requests
 
@@ -116,9 +110,10 @@ class EngineCore:
         conversation: int | None = None,
         spans: list[tuple[int, int, str, str]] | None = None,
         template_rewrote_history: bool = False,
-        stop_at_eos: bool = True,
+        refuse: str | None = None,
     ) -> Request:
-        """Queue a request, or refuse it at once if it can never fit. Emits RequestQueued."""
+        """Queue a request, or refuse it at once: for the given reason, or if it can never fit. Emits
+        RequestQueued."""
         params = params.resolved(self._defaults, seed=(self._seed * 1_000_003 + request_id) % 2**63)
         request = Request(
             request_id,
@@ -130,7 +125,7 @@ class EngineCore:
             conversation=conversation,
             spans=spans or [],
             template_rewrote_history=template_rewrote_history,
-            eos_token_ids=self._eos if stop_at_eos and not params.ignore_eos else frozenset(),
+            eos_token_ids=frozenset() if params.ignore_eos else self._eos,
         )
         branch = Branch(next(self._seq_ids), request)
         if self._token_bytes is not None:
@@ -150,7 +145,7 @@ class EngineCore:
                 params.as_dict(),
             )
         )
-        problem = self._never_fits(request)
+        problem = refuse or self._never_fits(request)
         if problem:
             self._finish(request, "refused", problem)
         else:
@@ -243,10 +238,10 @@ class EngineCore:
         # A budget that shrinks with the context must still hold every decode and one block of prefill.
         budget = max(budget, self.scheduler.num_running_seqs + self.paging.block_size)
         self._budget_now = min(budget, self._budget)
-        plan = self.scheduler.schedule(self._step, self._budget_now)
+        plan = self.scheduler.schedule(self.log.step, self._budget_now)
         if not plan.rows:
             return None
-        self._step += 1
+        self.log.step += 1
         rows = plan.rows
         self.events.append(
             StepScheduled([r.seq.seq_id for r in rows], [r.start for r in rows], [r.n for r in rows])
@@ -261,7 +256,9 @@ class EngineCore:
             output = StepOutput([])
         else:
             self._commit(plan, output)
-        return self._cut(self._completed(plan, output))
+        batch = self.log.cut(self._completed(plan, output))
+        assert batch is not None
+        return batch
 
     def _undo(self, error: Exception | None) -> None:
         reason = f"{type(error).__name__}: {error}" if error else "the step was not executed"
@@ -281,7 +278,9 @@ class EngineCore:
         texts: list[str] = []
         done: list[Request] = []
         # A row that was dropped since begin (abort, preemption) counts as not executed.
-        executed = [(r, t) for r, t in zip(plan.rows, output.token_ids, strict=True) if self.scheduler.is_scheduled(r)]
+        executed = [
+            (r, t) for r, t in zip(plan.rows, output.token_ids, strict=True) if self.scheduler.is_scheduled(r)
+        ]
         self.scheduler.step_done()
         for row, new in executed:
             seq, request = row.seq, row.seq.request
@@ -315,7 +314,9 @@ class EngineCore:
             if request.status is not Status.FINISHED:
                 for seq in request.branches:
                     self.paging.invalidate(seq)
-                self._finish(request, "error", "the model gave NaN or infinite logits; its cached blocks were dropped")
+                self._finish(
+                    request, "error", "the model gave NaN or infinite logits; its cached blocks were dropped"
+                )
 
     def _append(self, seq: Branch, token: int, now: float) -> str:
         """One sampled token: its visible text; sets finish_reason."""
@@ -353,7 +354,11 @@ class EngineCore:
             request.recomputed_tokens,
         )
         timings = Timings(
-            request.t_arrival, request.t_admitted, request.t_first_token, request.t_last_token, request.t_finished
+            request.t_arrival,
+            request.t_admitted,
+            request.t_first_token,
+            request.t_last_token,
+            request.t_finished,
         )
         self.events.append(RequestFinished(request.request_id, reason, timings, usage, error))
         if self._on_finished:
@@ -387,12 +392,12 @@ class EngineCore:
 
     def flush(self) -> StepBatch | None:
         """A batch of what happened outside a step (queueing, abort, reset); None if nothing did."""
-        return self._cut() if self.events else None
+        return self.log.cut()
 
-    def snapshot(self) -> StepBatch:
+    def snapshot(self) -> None:
         """The pool's own word as a batch of its own; what is pending goes into one before it."""
-        self.flush()
-        return self._cut(self.pool_snapshot())
+        self.log.cut()
+        self.log.cut(self.pool_snapshot())
 
     def pool_snapshot(self) -> PoolSnapshot:
         """Call between steps."""
@@ -402,20 +407,6 @@ class EngineCore:
     def check(self) -> None:
         """Assert the pool's invariants against all live tables; for tests and storms."""
         self._pool.check([s.table for r in self.requests.values() for s in r.branches])
-
-    def emit(self, event: Event) -> None:
-        """Append an event from outside (device samples, start and stop)."""
-        self.events.append(event)
-
-    def _cut(self, last: Event | None = None) -> StepBatch:
-        if last is not None:
-            self.events.append(last)
-        batch = StepBatch(self._seq, self.clock(), self._step, self._num_events, self.events[:])
-        self._seq += 1
-        self._num_events += len(batch.events)
-        self.events.clear()  # the pool and the scheduler append to this very list
-        self._sink(batch)
-        return batch
 
     def _show_pieces(self, token_ids: Sequence[int]) -> None:
         if self._token_bytes is None:

@@ -94,7 +94,9 @@ class Mirror:
             refs[first : first + count] = [ref] * count
         assert self.ref == refs
         assert self.queue == list(ev.from_runs(snap.queue))
-        assert {b: h for b, h in enumerate(self.hash) if h} == dict(zip(snap.hashed_ids, snap.hashes, strict=True))
+        assert {b: h for b, h in enumerate(self.hash) if h} == dict(
+            zip(snap.hashed_ids, snap.hashes, strict=True)
+        )
         assert self.tables == dict(zip(snap.seq_ids, snap.tables, strict=True))
         for seq_id, n in zip(snap.seq_ids, snap.computed, strict=True):
             assert self.computed[seq_id] == n, f"sequence {seq_id}"

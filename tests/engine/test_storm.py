@@ -5,16 +5,16 @@ from __future__ import annotations
 import random
 from itertools import count
 
+import numpy as np
 import pytest
 
 from engine.config import EngineConfig
 from engine.core import EngineCore
-from engine.events import BlocksCopied, BlocksEvicted, RequestFinished, RequestPreempted, StepBatch
+from engine.event_log import EventLog
+from engine.events import RequestFinished, StepBatch
 from engine.params import SamplingParams
 from engine.toy import ToyFault, ToyRunner, next_token
 from tests.engine.mirror import Mirror
-
-import numpy as np
 
 
 def history_is_right(tokens: list[int], prompt: int, branches: list[tuple[int, int]], vocab: int) -> bool:
@@ -53,7 +53,7 @@ class Storm:
         self.batches: list[StepBatch] = []
         ticks = count()
         self.core = EngineCore(
-            config, runner, lambda: next(ticks) * 1e-3, self._take, hash_seed=seed, eos_ids=()
+            config, runner, EventLog(lambda: next(ticks) * 1e-3, self._take), hash_seed=seed
         )
         self.ids = count()
         self.finished: dict[int, RequestFinished] = {}
@@ -147,7 +147,10 @@ class Storm:
                 continue
             for s in request.branches:
                 tokens = s.tokens.tolist()
-                assert history_is_right(tokens, prompt, self.branch_points[s.seq_id], self.vocab), (rid, s.seq_id)
+                assert history_is_right(tokens, prompt, self.branch_points[s.seq_id], self.vocab), (
+                    rid,
+                    s.seq_id,
+                )
             if done.reason == "length":
                 want = min(prompt + request.params.max_tokens, self.core.runner.max_model_len)
                 assert all(len(s) == want for s in request.branches)

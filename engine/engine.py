@@ -1,0 +1,424 @@
+"""Engine: a background thread around EngineCore, and the only face that other threads touch.
+
+Owns the thread, the inbox of commands, pause and slow motion, conversations, and the translation of
+failures into events. Every public method only leaves a command in the inbox, so no caller ever waits for
+a step; everything that happened comes back through the subscribed sinks as StepBatches.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from itertools import count
+
+from engine.chat import Conversation
+from engine.config import EngineConfig, SetupError
+from engine.core import EngineCore
+from engine.device import DeviceSampler
+from engine.event_log import EventLog
+from engine.events import (
+    SCHEMA,
+    DeviceSample,
+    EngineError,
+    EngineStarted,
+    EngineStopped,
+    ModelLoading,
+    StepBatch,
+)
+from engine.params import SamplingParams
+from engine.sequence import Request
+from engine.start import Built, Progress, build
+
+Sink = Callable[[StepBatch], None]
+Build = Callable[[EngineConfig, Progress], Built]
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Turn:
+    request_id: int
+    prompt: str | Sequence[int]
+    params: SamplingParams
+    t_arrival: float
+    priority: int
+    salt: str | None
+
+
+@dataclass(slots=True)
+class _Chat:
+    """A conversation and the turns that wait for its running one."""
+
+    conversation: Conversation
+    waiting: deque[_Turn] = field(default_factory=deque)
+    running: int | None = None
+
+
+class Engine:
+    """A live engine. subscribe, start, wait_ready, submit …, stop.
+
+    build: makes the model in the engine thread; tests hand over a toy. device_interval: seconds between
+    DeviceSamples, 0 for none.
+    """
+
+    def __init__(self, config: EngineConfig, *, build: Build = build, device_interval: float = 1.0) -> None:
+        self.config = config
+        self._build = build
+        self._device_interval = device_interval
+        self._sinks: list[Sink] = []
+        self._t0 = time.perf_counter()
+        self._epoch = time.time()
+        self._log = EventLog(self.clock, self._publish)
+        self._inbox: deque[Callable[[], None]] = deque()
+        self._wake = threading.Event()
+        self._ready = threading.Event()
+        self._failure: SetupError | None = None
+        self._ids = count(1)
+        self._conversation_ids = count(1)
+        self._chats: dict[int, _Chat] = {}
+        self._core: EngineCore | None = None
+        self._model: Built | None = None
+        self._stopping = False
+        self._paused = False
+        self._single_steps = 0
+        self._slow = 0.0
+        self._thread = threading.Thread(target=self._run, name="kvtop-engine", daemon=True)
+
+    def clock(self) -> float:
+        """Seconds since this engine was made: the `t` of its batches."""
+        return time.perf_counter() - self._t0
+
+    # ---------------------------------------------------------------- life, from any thread
+
+    def subscribe(self, sink: Sink) -> None:
+        """`sink` gets every StepBatch in the engine thread and must only append it somewhere. Call
+        before start()."""
+        self._sinks.append(sink)
+
+    def start(self) -> None:
+        """Begin loading in the background."""
+        self._thread.start()
+
+    def wait_ready(self, timeout: float | None = None) -> None:
+        """Block until the engine takes requests. Raises SetupError if the start failed, TimeoutError."""
+        if not self._ready.wait(timeout):
+            raise TimeoutError(f"the engine was not ready after {timeout} s")
+        if self._failure:
+            raise self._failure
+
+    @property
+    def is_ready(self) -> bool:
+        """The model is loaded and the engine takes requests."""
+        return self._ready.is_set() and self._failure is None
+
+    @property
+    def failure(self) -> SetupError | None:
+        """Why the start failed, if it did."""
+        return self._failure
+
+    def stop(self, timeout: float = 10.0) -> None:
+        """Abort what runs, emit the closing PoolSnapshot and EngineStopped, end the thread."""
+
+        def command() -> None:
+            self._stopping = True
+
+        self._post(command)
+        if self._thread.is_alive():
+            self._thread.join(timeout)
+
+    # ---------------------------------------------------------------- requests, from any thread
+
+    def submit(
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams | None = None,
+        *,
+        system: str | None = None,
+        system_name: str = "",
+        conversation: int | None = None,
+        salt: str | None = None,
+        priority: int = 0,
+    ) -> int:
+        """Queue a prompt and return its request id at once.
+
+        A text goes through the chat template: as the next turn of `conversation` (after its running
+        turn has finished), else as a conversation of its own with `system`. Token ids go in as they
+        are. A refusal arrives as RequestFinished("refused").
+        """
+        turn = _Turn(next(self._ids), prompt, params or SamplingParams(), self.clock(), priority, salt)
+
+        def command() -> None:
+            try:
+                if conversation is not None:
+                    chat = self._chats[conversation]
+                    chat.waiting.append(turn)
+                    self._next_turn(conversation, chat)
+                elif isinstance(turn.prompt, str):
+                    self._add_turn(turn, None, self._new_chat(system, system_name))
+                else:
+                    self._add(turn, list(turn.prompt))
+            except SetupError as error:
+                self._add(turn, [], refuse=str(error))
+
+        self._post(command)
+        return turn.request_id
+
+    def new_conversation(self, system: str | None = None, system_name: str = "") -> int:
+        """A conversation that keeps its token ids, so that history hits the cache. Returns its id."""
+        number = next(self._conversation_ids)
+
+        def command() -> None:
+            self._chats[number] = self._new_chat(system, system_name)
+
+        self._post(command)
+        return number
+
+    def abort(self, request_id: int) -> None:
+        """End a request in any state; unknown and finished ones are ignored."""
+
+        def command() -> None:
+            for chat in self._chats.values():
+                for turn in [t for t in chat.waiting if t.request_id == request_id]:
+                    # It was never queued, but whoever watches must learn that it came and went.
+                    chat.waiting.remove(turn)
+                    self._add(turn, [], refuse="aborted while an earlier turn of its conversation ran")
+            self._live().abort(request_id)
+
+        self._post(command)
+
+    # ---------------------------------------------------------------- control, from any thread
+
+    def pause(self) -> None:
+        """Run no step until resume() or step_once()."""
+        self._post(lambda: setattr(self, "_paused", True))
+
+    def resume(self) -> None:
+        """Run steps again."""
+        self._post(lambda: setattr(self, "_paused", False))
+
+    def step_once(self) -> None:
+        """One step of a paused engine."""
+        self._post(lambda: setattr(self, "_single_steps", self._single_steps + 1))
+
+    def set_slow(self, seconds: float) -> None:
+        """Slow motion: wait this long between steps; 0 ends it."""
+
+        def command() -> None:
+            self._slow = seconds
+            self._live().slow = seconds > 0
+
+        self._post(command)
+
+    def request_snapshot(self) -> None:
+        """Ask for a PoolSnapshot batch, also while idle."""
+        self._post(lambda: self._live().snapshot())
+
+    def reset_prefix_cache(self, reset_running: bool = False) -> None:
+        """Drop all hashes; ignored while blocks are in use unless `reset_running`."""
+
+        def command() -> None:
+            if not self._live().reset_prefix_cache(reset_running):
+                self._log.emit(EngineError("the prefix cache was not reset: blocks are in use"))
+
+        self._post(command)
+
+    # ---------------------------------------------------------------- the engine thread
+
+    def _post(self, command: Callable[[], None]) -> None:
+        self._inbox.append(command)
+        self._wake.set()
+
+    def _publish(self, batch: StepBatch) -> None:
+        for sink in self._sinks:
+            sink(batch)
+
+    def _live(self) -> EngineCore:
+        assert self._core is not None
+        return self._core
+
+    def _run(self) -> None:
+        sampler = None
+        try:
+            core = self._begin()
+            if self._device_interval > 0:
+                sampler = DeviceSampler(self._sample, self._device_interval, core.runner.device)
+                sampler.start()
+            self._ready.set()
+            self._loop(core)
+            reason = "stopped"
+        except SetupError as error:
+            self._fail(error)
+            reason = "the start failed"
+        except Exception as error:
+            _log.exception("the engine thread failed")
+            self._fail(SetupError(f"engine: {type(error).__name__}: {' '.join(str(error).split())}"[:200]))
+            reason = "failed"
+        finally:
+            if sampler:
+                sampler.stop()
+        self._close(reason)
+
+    def _begin(self) -> EngineCore:
+        def progress(done: int, total: int, what: str) -> None:
+            self._log.cut(ModelLoading(done, total, what))
+
+        model = self._model = self._build(self.config, progress)
+        runner = model.runner
+        config = self.config
+        if config.max_num_batched_tokens is None:
+            budget = 2048 if runner.device == "cuda" else 512
+            config = replace(config, max_num_batched_tokens=max(budget, 2 * config.max_num_seqs))
+        seed = (
+            secrets.randbits(53) if config.hash_seed is None else config.hash_seed
+        )  # exact in any JSON reader
+        text = model.tokenizer
+        core = self._core = EngineCore(
+            config,
+            runner,
+            self._log,
+            hash_seed=seed,
+            token_bytes=text.token_bytes if text else None,
+            is_text=(lambda t: not text.is_special(t)) if text else (lambda t: True),
+            eos_ids=model.eos_ids,
+            defaults=model.defaults,
+            on_finished=self._finished,
+        )
+        known = ("model", "dtype", "device", "block_size", "num_blocks", "max_model_len", "hash_seed")
+        knobs = {k: v for k, v in asdict(config).items() if k not in known} | model.knobs
+        able = (
+            ["blocks", "timings"] + ["text"] * (text is not None) + ["device"] * (self._device_interval > 0)
+        )
+        self._log.cut(
+            EngineStarted(
+                schema=SCHEMA,
+                source="live",
+                capabilities=able,
+                model=runner.model_name,
+                device=runner.device,
+                dtype=runner.dtype,
+                num_blocks=runner.num_blocks,
+                block_size=runner.block_size,
+                bytes_per_block=runner.bytes_per_block,
+                weights_bytes=runner.weights_bytes,
+                hash_seed=seed,
+                epoch=self._epoch,
+                max_model_len=runner.max_model_len,
+                knobs=knobs,
+            )
+        )
+        return core
+
+    def _loop(self, core: EngineCore) -> None:
+        while True:
+            self._obey()
+            if self._stopping:
+                return
+            self._wake.clear()
+            if self._inbox:
+                continue
+            may_step = not self._paused or self._single_steps > 0
+            if not (core.has_work and may_step):
+                core.flush()
+                self._wake.wait()
+                continue
+            if self._paused:
+                self._single_steps -= 1
+            core.step()
+            if self._slow and not self._paused:
+                self._rest()
+
+    def _rest(self) -> None:
+        """Slow motion's wait; commands are carried out meanwhile."""
+        until = self.clock() + self._slow
+        while self._slow and not self._stopping and (left := until - self.clock()) > 0:
+            if self._wake.wait(left):
+                self._wake.clear()
+                self._obey()
+                self._live().flush()
+
+    def _obey(self) -> None:
+        """Carry out the inbox. A command that fails is told and costs nobody else anything."""
+        while self._inbox:
+            try:
+                self._inbox.popleft()()
+            except Exception as error:
+                _log.exception("a command failed")
+                self._log.emit(EngineError(f"a command failed: {type(error).__name__}: {error}"[:300]))
+
+    def _fail(self, error: SetupError) -> None:
+        self._failure = error
+        self._log.cut(EngineError(str(error), fatal=True))
+
+    def _close(self, reason: str) -> None:
+        core = self._core
+        if core is not None:
+            try:
+                for request_id in list(core.requests):
+                    core.abort(request_id)
+                core.snapshot()
+            except Exception:  # the failure that ended the engine is already told
+                _log.exception("closing the engine")
+        self._log.cut(EngineStopped(reason))
+        self._ready.set()
+
+    # ---------------------------------------------------------------- turns
+
+    def _new_chat(self, system: str | None, name: str) -> _Chat:
+        assert self._model is not None
+        if self._model.tokenizer is None:
+            raise SetupError("this engine has no tokenizer: submit token ids")
+        return _Chat(Conversation(self._model.tokenizer, system, name))
+
+    def _next_turn(self, number: int, chat: _Chat) -> None:
+        if chat.running is None and chat.waiting:
+            self._add_turn(chat.waiting.popleft(), number, chat)
+
+    def _add_turn(self, turn: _Turn, number: int | None, chat: _Chat) -> None:
+        assert isinstance(turn.prompt, str)
+        rendered = chat.conversation.turn(turn.prompt)
+        if number is not None:
+            chat.running = turn.request_id
+        self._add(turn, rendered.token_ids, number, rendered.spans, rendered.rewrote_history)
+
+    def _add(
+        self,
+        turn: _Turn,
+        token_ids: list[int],
+        conversation: int | None = None,
+        spans: list[tuple[int, int, str, str]] | None = None,
+        rewrote_history: bool = False,
+        refuse: str | None = None,
+    ) -> None:
+        self._live().add_request(
+            turn.request_id,
+            token_ids,
+            turn.params,
+            t_arrival=turn.t_arrival,
+            priority=turn.priority,
+            salt=turn.salt,
+            conversation=conversation,
+            spans=spans,
+            template_rewrote_history=rewrote_history,
+            refuse=refuse,
+        )
+
+    def _finished(self, request: Request) -> None:
+        number = request.conversation
+        if number is None:
+            return
+        chat = self._chats[number]
+        if chat.running != request.request_id:
+            return
+        chat.running = None
+        branch = request.branches[0]
+        text = branch.detok.text if branch.detok else ""
+        chat.conversation.commit(list(branch.output_ids), text, request.finish_reason or "stop")
+        # The next turn must not be queued in the middle of a commit.
+        self._post(lambda: self._next_turn(number, chat))
+
+    def _sample(self, sample: DeviceSample) -> None:
+        self._post(lambda: self._log.emit(sample))

@@ -1,0 +1,48 @@
+"""From an EngineConfig to everything a running engine stands on: files, tokenizer, runner.
+
+Owns the order of a start and what `build` hands over; runs in the engine thread. Tests hand over a
+ToyRunner instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from engine.chat import ChatTokenizer
+from engine.config import EngineConfig
+from engine.runner import ModelRunner
+
+Progress = Callable[[int, int, str], None]
+"""done, total, what."""
+
+
+@dataclass(slots=True)
+class Built:
+    """A loaded model. tokenizer None: the engine takes token ids only and shows no text."""
+
+    runner: ModelRunner
+    tokenizer: ChatTokenizer | None = None
+    eos_ids: tuple[int, ...] = ()
+    defaults: dict[str, Any] = field(default_factory=dict)
+    """temperature, top_k, top_p, do_sample of the model's generation_config."""
+    knobs: dict[str, Any] = field(default_factory=dict)
+    """What the start decided beyond the config, for EngineStarted.knobs."""
+
+
+def build(config: EngineConfig, progress: Progress) -> Built:
+    """Resolve, load, pack, size, warm up. Raises SetupError."""
+    from engine import hub, tokenizer, torch_runner
+
+    files = hub.resolve(config.model, revision=config.revision, progress=progress)
+    text = tokenizer.load(files)
+    runner = torch_runner.build(config, progress, files)
+    model = runner.model.config
+    return Built(
+        runner,
+        text,
+        tuple(dict.fromkeys((*model.eos_token_ids, *text.eos_ids))),
+        dict(model.generation),
+        {"ops": runner.ops_name, "kv_cache": str(runner.cache_size)},
+    )
