@@ -68,6 +68,9 @@ def explain(state: DashboardState, request_id: int) -> Explanation | None:
     return state.requests[request_id].explanation
 
 
+Found = Callable[..., Explanation]
+
+
 @dataclass(slots=True)
 class Look:
     """What `judge` may know: the view with its look-up filled in, and the pool at that moment."""
@@ -170,7 +173,7 @@ def judge(look: Look) -> Explanation:
     )
 
 
-def _gone(look: Look, record: Stored, found: Callable[..., Explanation]) -> Explanation:
+def _gone(look: Look, record: Stored, found: Found) -> Explanation:
     assert record.gone is not None
     gone, i = record.gone, record.place
     ago = max(0.0, look.t - gone.t)

@@ -295,6 +295,10 @@ class DashboardState:
         pieces = self._pieces
         return b"".join([pieces.get(i, b"\xef\xbf\xbd") for i in token_ids]).decode("utf-8", "replace")
 
+    def piece(self, token_id: int) -> bytes:
+        """Bytes of one token, perhaps half a character; U+FFFD if the stream never explained it."""
+        return self._pieces.get(token_id, b"\xef\xbf\xbd")
+
     def request_of(self, seq_id: int) -> int | None:
         """The request of a sequence, also after its end; None if unknown."""
         return self._request_of.get(seq_id)
@@ -516,6 +520,7 @@ class DashboardState:
             priority=e.priority,
             salt=e.salt,
             conversation=e.conversation,
+            slow=self._slow,
         )
         self.waiting.append(e.request_id)
         self._moment("queued", request_id=e.request_id)
