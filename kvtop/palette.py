@@ -1,0 +1,144 @@
+"""Palette: the colours of the theme in force as Rich styles, for widgets that paint their own lines.
+
+Owns how a name becomes a style. Invariants: an ink can be read on the theme's background, whatever its author
+chose; an area is the theme's exact colour, so that the measured distances between states hold; where there is
+no colour at all (NO_COLOR) weight takes its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from rich.style import Style
+from textual.color import BLACK, WHITE, Color
+
+GROUPS: Mapping[str, tuple[str, tuple[str, ...]]] = {
+    "blocks": ("block", ("free", "cached", "filling", "active", "shared", "evicted")),
+    "marks": ("mark", ("hit", "copy", "select")),
+    "graphs": ("graph", ("ttft", "itl", "decode", "prefill", "hit", "device")),
+}
+"""Tables of a theme file beside [colors]: prefix of the theme variables, and the keys."""
+
+VARIABLES = tuple(f"{prefix}-{key}" for prefix, keys in GROUPS.values() for key in keys)
+"""Theme variables of kvtop's own: `block-free`, …, `$block-free` in tcss."""
+
+BLOCKS = ("free", "cached", "filling", "active", "shared")
+"""Names in the order of BlockState."""
+
+_THEME = ("primary", "secondary", "accent", "warning", "error", "success", "background", "surface", "panel")
+_READABLE = 2.4
+"""Least contrast (WCAG 2) of a glyph to its background. Text has far more; a dot needs no more."""
+
+_DIM, _BOLD, _REVERSE = Style(dim=True), Style(bold=True), Style(reverse=True)
+_WEIGHTS: Mapping[str, Style] = {
+    "muted": _DIM,
+    "free": _DIM,
+    "cached": Style.null(),
+    "active": _BOLD,
+    "shared": _BOLD,
+    "hit": _BOLD,
+    "evicted": _BOLD,
+}
+
+
+def contrast(a: Color, b: Color) -> float:
+    """WCAG 2 contrast ratio of two colours, 1 to 21."""
+
+    def luminance(colour: Color) -> float:
+        linear = (x / 12.92 if x <= 0.04045 else ((x + 0.055) / 1.055) ** 2.4 for x in colour.normalized)
+        return sum(weight * x for weight, x in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+    lighter, darker = sorted((luminance(a), luminance(b)), reverse=True)
+    return (lighter + 0.05) / (darker + 0.05)
+
+
+class Palette:
+    """Styles by name.
+
+    Names: a key of the theme's tables (`free`, `hit`, `ttft`; `graph-hit` since `hit` alone is the mark),
+    Textual's colours (`primary`, `error`, …), `text` and `muted`.
+    """
+
+    def __init__(
+        self, name: str, dark: bool, native: bool, variables: Mapping[str, str], no_color: bool
+    ) -> None:
+        """variables: CSS colour by theme variable; native: colours are the terminal's own 16; no_color:
+        NO_COLOR is set."""
+        self.name = name
+        self.dark = dark
+        self.native = native
+        self.colourless = no_color
+        """Nothing has a colour: two states in one cell cannot be told apart, so use one glyph a cell."""
+        self._colours = {name: _parse(variables[name]) for name in (*VARIABLES, *_THEME)}
+        for prefix, keys in GROUPS.values():
+            for key in keys:
+                self._colours.setdefault(key, self._colours[f"{prefix}-{key}"])
+        self._colours["text"] = _parse(variables["foreground"])
+        self._colours["muted"] = _mix(self._colours["text"], self._colours["background"], 0.4)
+        self._styles: dict[tuple[str, ...], Style] = {}
+        self.blocks = tuple(self[name] for name in BLOCKS)
+        """Inks by BlockState."""
+
+    def __getitem__(self, name: str) -> Style:
+        """Ink: a foreground that can be read on the background."""
+        style = self._styles.get((name,))
+        if style is None:
+            style = Style(color=self._readable(self._colours[name]).rich_color)
+            if name == "muted" and self.native:
+                style = _DIM  # the terminal's grey may be its background
+            if self.colourless:
+                style = _WEIGHTS.get(name, style)
+            self._styles[name,] = style
+        return style
+
+    def area(self, name: str) -> Style:
+        """Background of the theme's exact colour; the foreground is left as it is."""
+        return Style(bgcolor=self._colours[name].rich_color)
+
+    def pair(self, top: str, bottom: str) -> Style:
+        """For `▀`: two pixels in one cell, in the theme's exact colours."""
+        style = self._styles.get((top, bottom))
+        if style is None:
+            style = Style(color=self._colours[top].rich_color, bgcolor=self._colours[bottom].rich_color)
+            self._styles[top, bottom] = style
+        return style
+
+    def on(self, name: str) -> Style:
+        """Text that can be read on an area of this colour: badges, selections."""
+        if self.colourless:
+            return _REVERSE
+        colour = self._colours[name]
+        if colour.ansi is not None:
+            return Style(color=colour.rich_color, reverse=True)
+        ink = max(WHITE, BLACK, key=lambda other: contrast(colour, other))
+        return Style(color=ink.rich_color, bgcolor=colour.rich_color)
+
+    def mix(self, name: str, other: str, share: float) -> Style:
+        """Ink `share` (0..1) of the way from one colour to another; native colours switch half-way."""
+        return Style(color=_mix(self._colours[name], self._colours[other], share).rich_color)
+
+    def colour(self, name: str) -> Color:
+        """The theme's exact colour."""
+        return self._colours[name]
+
+    def _readable(self, colour: Color) -> Color:
+        """`colour`, moved towards the text's as far as it must be to stand out from the background."""
+        background, text = self._colours["background"], self._colours["text"]
+        if any(c.ansi is not None for c in (colour, background, text)):
+            return colour
+        for step in range(11):
+            moved = colour.blend(text, step / 10)
+            if contrast(background, moved) >= _READABLE:
+                return moved
+        return text
+
+
+def _parse(css: str) -> Color:
+    colour = Color.parse(css)
+    return Color.parse("ansi_default") if colour.a == 0 and colour.ansi is None else colour
+
+
+def _mix(a: Color, b: Color, share: float) -> Color:
+    if a.ansi is not None or b.ansi is not None:
+        return a if share < 0.5 else b
+    return a.blend(b, share)

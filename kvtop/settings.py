@@ -1,0 +1,133 @@
+"""Where files lie and what the user's config file says.
+
+Owns the folders (data beside the package in a checkout, XDG folders of the user) and the reading of
+`config.toml`: options by their long names, checked against the types the command line takes. Precedence:
+flag over environment (`KVTOP_…`) over file over default. What is wrong is one line that names file and key.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+from platformdirs import user_config_path, user_state_path
+
+from engine import SetupError
+from kvtop.text import cut, safe_text
+
+Value = str | int | float | bool
+
+
+def data_folder(name: str) -> Path:
+    """The folder `name` (themes, demos): beside the package in a checkout, else inside the package.
+
+    An editable install holds copies inside that go stale, so the checkout's own wins; a stranger's
+    folder beside an installed package does not, hence the look for pyproject.toml.
+    """
+    package = Path(__file__).resolve().parent
+    checkout = package.parent
+    if (checkout / "pyproject.toml").is_file() and (checkout / name).is_dir():
+        return checkout / name
+    return package / name
+
+
+def config_folder() -> Path:
+    """`$XDG_CONFIG_HOME/kvtop`: config.toml and themes/."""
+    return user_config_path("kvtop", appauthor=False)
+
+
+def log_file() -> Path:
+    """`$XDG_STATE_HOME/kvtop/kvtop.log`: what would have gone to the terminal while the dashboard had it."""
+    return user_state_path("kvtop", appauthor=False) / "kvtop.log"
+
+
+def config_file() -> Path:
+    """The file of KVTOP_CONFIG, else config.toml in the user's folder; need not exist."""
+    named = os.environ.get("KVTOP_CONFIG")
+    return Path(named).expanduser() if named else config_folder() / "config.toml"
+
+
+def read_toml(path: Path) -> tuple[dict[str, Any], str]:
+    """A TOML file and its text. Raises SetupError: file, line and what is wrong."""
+    try:
+        text = path.read_text("utf-8")
+        return tomllib.loads(text), text
+    except OSError as error:
+        raise SetupError(_line(path, 0, f"cannot be read: {error.strerror or error}")) from None
+    except UnicodeDecodeError:
+        raise SetupError(_line(path, 0, "is not UTF-8 text")) from None
+    except (ValueError, RecursionError) as error:  # ValueError: also a number of thousands of digits
+        where = re.search(r" \(at line (\d+), column \d+\)$", str(error))
+        what = str(error)[: where.start()] if where else str(error)
+        raise SetupError(_line(path, int(where[1]) if where else 0, f"is not TOML: {what}")) from None
+
+
+def wrong(path: Path, text: str, table: str, key: str, what: str) -> SetupError:
+    """The error for `key` in `[table]` (empty: the top) of a file with this text: file, line, key, what."""
+    name = f"{table}.{key}" if table else key
+    return SetupError(_line(path, _line_of(text, table, key), f"{name}: {what}"))
+
+
+def load_settings(options: Mapping[str, type], path: Path | None = None) -> dict[str, Value]:
+    """Values of the config file by option name with underscores; a file that is not there has none.
+
+    options: name (with underscores) -> str, int, float or bool. Raises SetupError for an unknown key
+    and for a value of another type. A file named by KVTOP_CONFIG or `path` must exist.
+    """
+    file = path or config_file()
+    if path is None and "KVTOP_CONFIG" not in os.environ and not file.is_file():
+        return {}
+    document, text = read_toml(file)
+    settings: dict[str, Value] = {}
+    for key, value in document.items():
+        name = key.replace("-", "_")
+        kind = options.get(name)
+        if kind is None:
+            close = difflib.get_close_matches(name, options, n=1)
+            hint = f"; did you mean {close[0]}?" if close else f"; kvtop run --help lists all {len(options)}"
+            raise wrong(file, text, "", key, f"no such option{hint}")
+        settings[name] = _checked(value, kind, file, text, key)
+    return settings
+
+
+def _checked(value: Any, kind: type, file: Path, text: str, key: str) -> Value:
+    if kind is float and type(value) is int:
+        value = float(value)
+    if kind is str and type(value) is int:
+        value = str(value)  # sizes are words with a unit, or plain bytes
+    if type(value) is not kind:
+        names = {str: "text in quotes", int: "a whole number", float: "a number", bool: "true or false"}
+        shown = repr(value) if isinstance(value, (str, int, float)) else f"a {type(value).__name__}"
+        raise wrong(file, text, "", key, f"must be {names[kind]}, not {cut(safe_text(shown), 30)}")
+    return cast(Value, value)
+
+
+def _line(path: Path, line: int, what: str) -> str:
+    """`file:line: what` in at most 200 characters; a long folder is shortened, never the file's name."""
+    home = str(Path.home())
+    shown = str(path)
+    if shown.startswith(home + os.sep):
+        shown = "~" + shown[len(home) :]
+    shown = safe_text(shown)
+    if len(shown) > 70:
+        shown = "…" + shown[-69:]
+    return cut(f"{shown}:{line}: {safe_text(what)}" if line else f"{shown}: {safe_text(what)}", 200)
+
+
+def _line_of(text: str, table: str, key: str) -> int:
+    """Line on which `key` of `[table]` is set, else that of the table's head, else 0 (not written at all)."""
+    current, head = "", 0
+    assignment = re.compile(rf"""\s*["']?{re.escape(key)}["']?\s*[.=]""")
+    for number, line in enumerate(text.splitlines(), 1):
+        if section := re.match(r"""\s*\[\s*["']?([^"'\]]+?)["']?\s*\]""", line):
+            current = section[1]
+            if current == (table or key):
+                head = number
+        elif current == table and assignment.match(line):
+            return number
+    return head
