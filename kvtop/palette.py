@@ -56,7 +56,7 @@ class Palette:
     """Styles by name.
 
     Names: a key of the theme's tables (`free`, `hit`, `ttft`; `graph-hit` since `hit` alone is the mark),
-    Textual's colours (`primary`, `error`, …), `text` and `muted`.
+    Textual's colours (`primary`, `error`, …), `text`, `muted` and `title` (bold).
     """
 
     def __init__(
@@ -74,6 +74,7 @@ class Palette:
             for key in keys:
                 self._colours.setdefault(key, self._colours[f"{prefix}-{key}"])
         self._colours["text"] = _parse(variables["foreground"])
+        self._colours["title"] = self._colours["primary"]
         self._colours["muted"] = _mix(self._colours["text"], self._colours["background"], 0.4)
         self._styles: dict[tuple[str, ...], Style] = {}
         self.blocks = tuple(self[name] for name in BLOCKS)
@@ -86,6 +87,8 @@ class Palette:
             style = Style(color=self._readable(self._colours[name]).rich_color)
             if name == "muted" and self.native:
                 style = _DIM  # the terminal's grey may be its background
+            if name == "title":
+                style += _BOLD
             if self.colourless:
                 style = _WEIGHTS.get(name, style)
             self._styles[name,] = style
