@@ -1,4 +1,4 @@
-"""What a look-up means in words: who computed the prefix, how much sooner the first word came, why it stopped.
+"""What a look-up means in words: who computed the prefix, how much sooner the word came, why it stopped.
 
 Pure functions of DashboardState; no textual. Invariant: a comparison is made only with an earlier
 request whose chain hash at the last hit block is the same, so it had the same tokens up to there.
@@ -26,14 +26,15 @@ def blocks_of(view: RequestView, size: int) -> int:
 
 
 def table_of(state: DashboardState, view: RequestView) -> list[int]:
-    """Physical block of each logical one. Of a finished request only those that still hold its content
-    are more than 0, since memory is handed on."""
+    """Physical block of each logical one. Of a finished request: where its content can be read now (0
+    where nowhere), since memory is handed on."""
+    table = state.table(view.request_id)
     if view.phase == "running":
-        return state.table(view.request_id)
-    table = list(view.last_table or state.table(view.request_id))
-    for i, block in enumerate(table):
-        known = view.lookup_hashes[i] if i < len(view.lookup_hashes) else None
-        if known is None or state.hash_of(block) != known:
+        return table
+    for i in range(len(table)):
+        if i < len(view.lookup_hashes):
+            table[i] = next(iter(state.find(view.lookup_hashes[i])), 0)
+        elif state.request_of(int(state.last_seq[table[i]])) != view.request_id:
             table[i] = 0
     return table
 
@@ -100,7 +101,10 @@ def prefix_name(view: RequestView) -> str:
     for start, end, role, label in view.spans:
         size = min(end, view.cached_tokens) - start
         if size > best:
-            best, name = size, safe_text(label) or {"system": "system text", "template": "template"}.get(role, "history")
+            best, name = (
+                size,
+                safe_text(label) or {"system": "system text", "template": "template"}.get(role, "history"),
+            )
     return name or "the beginning"
 
 
@@ -129,7 +133,12 @@ def sentence(state: DashboardState, view: RequestView) -> list[list[tuple[str, s
         if view.phase == "queued":
             first = [(" · waits for its turn", "words")]
         elif view.num_computed < prompt:
-            first = [(f" · {count(max(0, view.num_computed - read))} of {count(prompt - read)} computed …", "words")]
+            first = [
+                (
+                    f" · {count(max(0, view.num_computed - read))} of {count(prompt - read)} computed …",
+                    "words",
+                )
+            ]
         long = short = first
     else:
         slow = " (slow motion)" if view.slow else ""

@@ -8,13 +8,14 @@ moments and changes nothing. Invariant: with `still` (--no-motion) nothing moves
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from itertools import islice
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
-    from kvtop.state import DashboardState
+    from kvtop.state import DashboardState, Moment
 
 SWEEP = 0.4
 """Longest sweep, seconds."""
@@ -77,46 +78,43 @@ class Motion:
         self.sweeps: dict[int, Sweep] = {}
         self._evicted: dict[int, float] = {}
         self._copied: list[tuple[int, int, float]] = []
-        self._last: Any = None
+        self._seen = 0
+        self._generation = -1
 
     def reset(self) -> None:
         """Forget all marks (the source jumped)."""
         self.sweeps.clear()
         self._evicted.clear()
         self._copied.clear()
-        self._last = None
 
     def update(self, state: DashboardState, wall: float) -> None:
         """Read the new moments; `wall` is a monotonic clock in seconds."""
         self.wall = wall
-        new = []
-        for moment in reversed(state.moments):
-            if moment is self._last:
-                break
-            new.append(moment)
-        if new:
-            self._last = new[0]
-        for moment in reversed(new):
+        if state.generation != self._generation:
+            self.reset()
+            self._generation, self._seen = state.generation, 0
+        new = min(state.num_moments - self._seen, len(state.moments))
+        self._seen = state.num_moments
+        for moment in reversed(list(islice(reversed(state.moments), new))):
             age = state.t - moment.t
-            self._start(moment, wall if age < STALE else wall - age)
+            self._start(state, moment, wall if age < STALE else wall - age)
         for sweep in self.sweeps.values():
             view = state.requests.get(sweep.request_id)
             sweep.live = view is not None and view.phase == "running"
-        self.sweeps = {
-            r: s for r, s in self.sweeps.items() if s.live or wall < s.start + s.seconds + SETTLE
-        }
+        self.sweeps = {r: s for r, s in self.sweeps.items() if s.live or wall < s.start + s.seconds + SETTLE}
         self._evicted = {b: until for b, until in self._evicted.items() if wall < until}
         self._copied = [c for c in self._copied if wall < c[2]]
 
-    def _start(self, moment: Any, start: float) -> None:
-        ids = moment.ids
-        if moment.kind == "hit":
-            known = self.sweeps.get(moment.request_id)
-            if known is not None:  # blocks that a running prefill found later: no second sweep
-                known.ids = np.concatenate((known.ids, np.asarray(ids, np.intp)))
-                return
-            seconds = 0.0 if self.still else min(SWEEP, PER_BLOCK * len(ids))
-            self.sweeps[moment.request_id] = Sweep(moment.request_id, np.asarray(ids, np.intp), start, seconds)
+    def _start(self, state: DashboardState, moment: Moment, start: float) -> None:
+        ids, rid = moment.ids, moment.request_id
+        if moment.kind == "admitted" and rid is not None:
+            view = state.requests.get(rid)
+            if view is not None and view.hit_ids and rid not in self.sweeps:
+                seconds = 0.0 if self.still else min(SWEEP, PER_BLOCK * len(view.hit_ids))
+                self.sweeps[rid] = Sweep(rid, np.asarray(view.hit_ids, np.intp), start, seconds)
+        elif moment.kind == "hit" and rid in self.sweeps:  # found later by a running prefill: no second sweep
+            sweep = self.sweeps[rid]
+            sweep.ids = np.concatenate((sweep.ids, np.setdiff1d(ids, sweep.ids)))
         elif moment.kind == "evicted":
             until = start + (STILL if self.still else EVICTED)
             for b in ids:
@@ -140,7 +138,11 @@ class Motion:
 
     def fresh(self) -> Ids:
         """The part of `hit` whose mark covers even a share count."""
-        parts = [s.ids[: s.lit(self.wall)] for s in self.sweeps.values() if self.wall < s.start + s.seconds + SETTLE]
+        parts = [
+            s.ids[: s.lit(self.wall)]
+            for s in self.sweeps.values()
+            if self.wall < s.start + s.seconds + SETTLE
+        ]
         return np.concatenate(parts) if parts else _NONE
 
     def flash(self) -> Ids:

@@ -1,15 +1,15 @@
 """BlockMap: every physical block of the pool, one a cell while they fit, else half-block pixels.
 
-Owns the projection of blocks to cells. Invariant: without its marks (hit, evicted, copied, link) a cell
-shows exactly the state's glyph for its block; with more blocks than pixels each pixel shows the majority
-of its blocks, from a histogram that is kept up by deltas, and the title says the scale.
+Owns the looks of a cell. Invariant: without its marks (hit, evicted, copied, link) a cell shows exactly
+the state's glyph for its block; marks never hide a change for longer than they last. Only cells that
+differ from the last frame are sent.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,94 +17,76 @@ from rich.segment import Segment
 from rich.style import Style
 from textual import events
 from textual.binding import Binding, BindingType
-from textual.geometry import Region
 from textual.message import Message
 from textual.strip import Strip
 
+from kvtop.map_layout import STATES, Histogram, Layout
 from kvtop.motion import Motion
 from kvtop.widgets.lines import Lines, Part
 
 if TYPE_CHECKING:
     from kvtop.state import DashboardState
 
-# Codes of a cell; the state's own come first. 6 bits, then two overlays.
-FREE, CACHED, FILLING, ACTIVE, SHARED, HIT, FLASH, EVICTED, HIT_SHARED, VOID = 0, 1, 2, 10, 11, 20, 21, 22, 23, 63
+# Codes of a cell, the state's own first: 6 bits, then two overlays.
+FREE, CACHED, FILLING, ACTIVE, SHARED = 0, 1, 2, 10, 11
+HIT, FLASH, EVICTED, HIT_SHARED, VOID = 20, 21, 22, 23, 63
 COPY, LINK = 64, 128
 
-_EIGHTHS = "▁▂▃▄▅▆▇█"
-GLYPHS: dict[int, str] = {FREE: "·", CACHED: "▒", ACTIVE: "█", HIT: "◆", FLASH: "◆", EVICTED: "×", VOID: " "}
-"""One glyph a code: the state is readable without colour."""
-GLYPHS |= {FILLING + i: glyph for i, glyph in enumerate(_EIGHTHS)}
-GLYPHS |= {SHARED + i: glyph for i, glyph in enumerate("23456789+")}
-GLYPHS |= {HIT_SHARED + i: glyph for i, glyph in enumerate("23456789+")}
+_SHARES = "23456789+"
+GLYPHS: dict[int, str] = {
+    FREE: "·",
+    CACHED: "▒",
+    ACTIVE: "█",
+    HIT: "◆",
+    FLASH: "◆",
+    EVICTED: "×",
+    VOID: " ",
+    **{FILLING + i: glyph for i, glyph in enumerate("▁▂▃▄▅▆▇█")},
+    **{SHARED + i: glyph for i, glyph in enumerate(_SHARES)},
+    **{HIT_SHARED + i: glyph for i, glyph in enumerate(_SHARES)},
+}
+"""One glyph a code: the state can be read without colour."""
 
-NAMES: dict[int, str] = {FREE: "free", CACHED: "cached", ACTIVE: "active", HIT: "hit", FLASH: "hit", EVICTED: "evicted"}
+_INKS: dict[int, str] = {
+    FREE: "free",
+    CACHED: "cached",
+    ACTIVE: "active",
+    HIT: "hit",
+    FLASH: "hit",
+    EVICTED: "evicted",
+    **{FILLING + i: "filling" for i in range(8)},
+    **{SHARED + i: "shared" for i in range(9)},
+    **{HIT_SHARED + i: "hit" for i in range(9)},
+}
 """Palette entry of a code."""
-NAMES |= {FILLING + i: "filling" for i in range(8)}
-NAMES |= {SHARED + i: "shared" for i in range(9)} | {HIT_SHARED + i: "hit" for i in range(9)}
 
-# Codes of a pixel. Five states as in BlockState, then marks by rising priority.
-_PIXELS = ("free", "cached", "filling", "active", "shared", "evicted", "hit", "copy", "select", "")
+_OF_STATE = np.array([FREE, CACHED, FILLING, ACTIVE, SHARED], np.int16)
+_PIXELS = ("free", "cached", "filling", "active", "shared", "evicted", "hit", "copy", "select", "background")
+"""Palette entry of a pixel: five states as in BlockState, then marks by rising rank."""
 _K = len(_PIXELS)
 _P_EVICTED, _P_HIT, _P_COPY, _P_SELECT, _P_VOID = 5, 6, 7, 8, 9
-_STATES = 5
+_GLYPH_CODES = np.array(
+    [FREE, CACHED, FILLING + 4, ACTIVE, SHARED, EVICTED, HIT, HIT | COPY, HIT | LINK, VOID], np.int16
+)
+"""Cell code of a pixel where there is no colour."""
 
-Mode = Literal["cells", "halves", "majority"]
-
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """How `n` blocks (ids 1..n) lie on width x height cells; pitch: cells a block takes across."""
-
-    mode: Mode
-    width: int
-    height: int
-    pitch: int
-    n: int
-
-    @classmethod
-    def fit(cls, n: int, width: int, height: int) -> Layout:
-        """The most legible mode in which all blocks are visible."""
-        if n <= (width // 2) * height:
-            return cls("cells", width, height, 2, n)
-        if n <= width * height:
-            return cls("cells", width, height, 1, n)
-        return cls("halves" if n <= 2 * width * height else "majority", width, height, 1, n)
-
-    @property
-    def columns(self) -> int:
-        """Blocks (or pixels) in a row."""
-        return self.width // self.pitch
-
-    def title(self, block_size: int) -> str:
-        """The scale in words."""
-        if self.mode == "cells":
-            return f"1 cell = 1 physical block = {block_size} tokens"
-        if self.mode == "halves":
-            return f"2 blocks a cell, {block_size} tokens each"
-        per_cell = self.n / max(1, self.width * self.height)
-        return f"{per_cell:,.0f} blocks a cell, majority" if per_cell >= 10 else f"{per_cell:.1f} blocks a cell, majority"
-
-    def blocks_at(self, x: int, y: int) -> range:
-        """Ids under cell (x, y), lowest first."""
-        if not (0 <= x < self.columns * self.pitch and 0 <= y < self.height):
-            return range(0)
-        if self.mode == "cells":
-            first = y * self.columns + x // self.pitch + 1
-            return range(first, min(first + 1, self.n + 1))
-        pixels = 2 * self.width * self.height
-        top, bottom = 2 * y * self.width + x, (2 * y + 1) * self.width + x
-        if self.mode == "halves":
-            return range(top + 1, min(top + 2, self.n + 1))
-        ids = [range(-(-p * self.n // pixels) + 1, -(-(p + 1) * self.n // pixels) + 1) for p in (top, bottom)]
-        return ids[0] or ids[1]
+_LEGEND = {
+    "hit": "◆",
+    "active": "█",
+    "shared": "2..9",
+    "cached": "▒",
+    "filling": "▅",
+    "evicted": "×",
+    "free": "·",
+}
+_NO_GRID = np.zeros((0, 0), np.int16)
 
 
 class BlockMap(Lines):
     """The pool. Focus it to walk over the blocks with the arrow keys."""
 
     can_focus = True
-    BINDINGS: list[BindingType] = [
+    BINDINGS: ClassVar[list[BindingType]] = [
         Binding("left,h", "walk(-1, 0)", "Walk", show=False),
         Binding("right,l", "walk(1, 0)", "Walk", show=False),
         Binding("up,k", "walk(0, -1)", "Walk", show=False),
@@ -118,90 +100,87 @@ class BlockMap(Lines):
         ids: range
         clicked: bool
 
-    @dataclass
-    class Rescaled(Message):
-        """The map draws blocks at another scale."""
-
-        title: str
-
     def __init__(self, motion: Motion, *, id: str | None = None) -> None:
         super().__init__(id=id)
         self.motion = motion
-        self.layout_: Layout | None = None
+        self.projection: Layout | None = None
+        """How blocks lie on cells; None before the first paint."""
         self.selected: int | None = None
         self.link: frozenset[int] = frozenset()
-        self._touched: list[NDArray[np.intp]] = []
-        self._shown = np.zeros((0, 0), np.int16)
-        self._counts = np.zeros((0, _STATES), np.int32)
-        self._counted = np.zeros(0, np.uint8)
-        self._pixel_of = np.zeros(0, np.int64)
+        self._block_size = 0
+        self._generation = -1
+        self._touched: list[NDArray[np.int64]] = []
+        self._histogram: Histogram | None = None
+        self._grid = _NO_GRID
         self._segments: dict[tuple[int, int], Segment] = {}
-        self._styles: dict[int, Style] = {}
-        self._known: tuple[int, int] | None = None
 
     # --------------------------------------------------------------------------------- inputs
 
-    def touch(self, ids: NDArray[np.intp]) -> None:
-        """These blocks changed since the last paint (DashboardState.take_dirty)."""
-        if len(ids):
+    def touch(self, ids: NDArray[np.int64]) -> None:
+        """These blocks changed (DashboardState.take_dirty); each call names a block once."""
+        if len(ids) and self._histogram is not None:
             self._touched.append(ids)
+            if len(self._touched) > 100:  # out of view: counting anew is cheaper than keeping a diary
+                self.projection = None
+                self._touched.clear()
 
     def set_link(self, ids: Iterable[int]) -> None:
         """Light up these blocks as belonging to what is pointed at elsewhere."""
         self.link = frozenset(ids)
 
+    @property
+    def title(self) -> str:
+        """Name and scale, for the border of the box around it."""
+        scale = f" · {self.projection.title(self._block_size)}" if self.projection is not None else ""
+        return f"KV pool{scale}"
+
     def forget(self) -> None:
         """Theme or size changed: every row is drawn again."""
         super().forget()
         self._segments.clear()
-        self._styles.clear()
-        self._known = None
-        self._shown = np.zeros((0, 0), np.int16)
+        self.projection = None
 
     # ------------------------------------------------------------------------------- painting
 
     def paint(self, state: DashboardState, now: float) -> None:
         """Project the state and refresh the cells that differ."""
         width, height = self.size
-        n = len(state.state) - 1
-        if width < 1 or height < 1 or n < 1 or state.started is None:
+        n = state.num_blocks - 1
+        if width < 1 or height < 1 or n < 1:
+            self.projection = None
             self.set_rows([])
-            self._shown = np.zeros((0, 0), np.int16)
             return
-        legend = height >= 3
-        rows = height - legend
-        key = (n, state.started.block_size)
-        layout = self.layout_
-        if layout is None or self._known != key or (layout.width, layout.height) != (width, rows):
-            self.layout_ = layout = Layout.fit(n, width, rows)
-            self._known = key
-            self._counted = np.zeros(0, np.uint8)
-            self._shown = np.zeros((0, 0), np.int16)
-            self.post_message(self.Rescaled(layout.title(state.started.block_size)))
-        if layout.mode == "cells":
-            grid = self._cells(state, layout)
-        else:
-            grid = self._pixels(state, layout)
-        self._touched.clear()
-        self._draw(grid, layout)
-        if legend:
+        rows = height - (height >= 3)
+        layout = self.projection
+        if layout is None or layout.n != n or state.generation != self._generation:
+            layout = self._project(state, n, width, rows)
+        self._draw(
+            self._cells(state, layout) if layout.mode == "cells" else self._pixels(state, layout), layout
+        )
+        if rows < height:
             self.set_row(rows, self._legend(state, layout))
 
+    def _project(self, state: DashboardState, n: int, width: int, rows: int) -> Layout:
+        layout = Layout.fit(n, width, rows, colour=not self.palette.colourless)
+        if layout != self.projection:
+            self._grid = _NO_GRID
+            self._segments.clear()
+        self.projection, self._block_size, self._generation = layout, state.block_size, state.generation
+        self._histogram = None if layout.mode == "cells" else Histogram(layout, state.state[1:])
+        self._touched.clear()
+        return layout
+
     def _cells(self, state: DashboardState, layout: Layout) -> NDArray[np.int16]:
-        """Codes [height, columns] of one block a cell."""
-        base = np.array([FREE, CACHED, FILLING, ACTIVE, SHARED], np.int16)
-        assert state.started is not None
-        kind, ref = state.state[1:], state.ref[1:]
-        codes = base[kind]
-        filling = np.flatnonzero(kind == 2)
-        if len(filling):
-            size = state.started.block_size
-            eighths = -(-state.fill[1:][filling].astype(np.int32) * 8 // size)
-            codes[filling] = FILLING + np.clip(eighths, 1, 8) - 1
-        shared = np.flatnonzero(kind == 4)
-        codes[shared] = SHARED + np.clip(ref[shared], 2, 10) - 2
+        """[height, columns] codes, one block a cell."""
+        kinds = state.state[1:]
+        codes: NDArray[np.int16] = _OF_STATE[kinds]
+        filling = np.flatnonzero(kinds == 2)
+        eighths = -(-state.fill[1:][filling].astype(np.int32) * 8 // self._block_size)
+        codes[filling] = FILLING + np.clip(eighths, 1, 8) - 1
+        shared = np.flatnonzero(kinds == 4)
+        codes[shared] = SHARED + np.clip(state.ref[1:][shared], 2, 10) - 2
         self._mark_cells(codes)
-        grid = np.full(layout.columns * layout.height, VOID, np.int16)
+        grid = np.full(layout.pixels, VOID, np.int16)
         grid[: layout.n] = codes
         return grid.reshape(layout.height, layout.columns)
 
@@ -209,153 +188,111 @@ class BlockMap(Lines):
         motion = self.motion
         hit = motion.hit() - 1
         if len(hit):
-            # A hit block given back meanwhile is cached again: then its true state shows.
+            # A hit block that was given back meanwhile is cached again, and shows that.
             codes[hit[codes[hit] == ACTIVE]] = HIT
-            shared = hit[(codes[hit] >= SHARED) & (codes[hit] < HIT)]
-            codes[shared] += HIT_SHARED - SHARED
+            codes[np.unique(hit[(codes[hit] >= SHARED) & (codes[hit] < HIT)])] += HIT_SHARED - SHARED
             fresh = motion.fresh() - 1
-            codes[fresh[(codes[fresh] >= HIT_SHARED) & (codes[fresh] < VOID)]] = HIT
+            codes[fresh[codes[fresh] >= HIT_SHARED]] = HIT
             codes[motion.flash() - 1] = FLASH
         codes[motion.evicted() - 1] = EVICTED
         for pair in motion.copies:
-            for block in pair:
-                codes[block - 1] |= COPY
-        for block in self._lit():
-            if 0 < block <= len(codes):
-                codes[block - 1] |= LINK
+            codes[np.array(pair) - 1] |= COPY
+        codes[self._lit(len(codes))] |= LINK
 
-    def _lit(self) -> Iterable[int]:
-        return self.link | {self.selected} if self.selected is not None else self.link
+    def _lit(self, n: int) -> list[int]:
+        """Indices (id - 1) of the linked and selected blocks."""
+        ids = self.link if self.selected is None else self.link | {self.selected}
+        return [b - 1 for b in ids if 0 < b <= n]
 
     def _pixels(self, state: DashboardState, layout: Layout) -> NDArray[np.int16]:
-        """Pairs [height, width] of top and bottom pixel codes, top * _K + bottom."""
-        n, count = layout.n, 2 * layout.width * layout.height
-        if len(self._counted) != n:
-            self._pixel_of = np.arange(n, dtype=np.int64)
-            if layout.mode == "majority":
-                self._pixel_of = self._pixel_of * count // n
-            self._counted = state.state[1:].copy()
-            flat = np.bincount(self._pixel_of * _STATES + self._counted, minlength=count * _STATES)
-            self._counts = flat.reshape(count, _STATES).astype(np.int32)
-        elif self._touched:
-            ids = np.unique(np.concatenate(self._touched)) - 1
-            ids = ids[ids >= 0]
-            pixels, old, new = self._pixel_of[ids], self._counted[ids], state.state[1:][ids]
-            flat = self._counts.reshape(-1)
-            np.subtract.at(flat, pixels * _STATES + old, 1)
-            np.add.at(flat, pixels * _STATES + new, 1)
-            self._counted[ids] = new
-        # argmax takes the first of equals: reversed, so that the livelier state wins a tie.
-        pixels = (_STATES - 1 - self._counts[:, ::-1].argmax(1)).astype(np.int16)
+        """[height, width] codes of pairs, top * _K + bottom; cell codes where there is no colour."""
+        histogram = self._histogram
+        assert histogram is not None
+        for ids in self._touched:
+            histogram.update(ids, state.state[1:])
+        self._touched.clear()
+        pixels, at, motion = histogram.majority(), histogram.pixel_of, self.motion
         if layout.mode == "halves":
-            pixels[n:] = _P_VOID
-        self._mark_pixels(pixels)
+            pixels[layout.n :] = _P_VOID
+        pixels[at[motion.fresh() - 1]] = _P_HIT
+        pixels[at[motion.evicted() - 1]] = _P_EVICTED
+        for pair in motion.copies:
+            pixels[at[np.array(pair) - 1]] = _P_COPY
+        pixels[at[self._lit(len(at))]] = _P_SELECT
+        if layout.stack == 1:
+            return _GLYPH_CODES[pixels].reshape(layout.height, layout.width)
         grid = pixels.reshape(2 * layout.height, layout.width)
         return grid[0::2] * np.int16(_K) + grid[1::2]
 
-    def _mark_pixels(self, pixels: NDArray[np.int16]) -> None:
-        motion, at = self.motion, self._pixel_of
-        if len(hit := motion.fresh()):
-            pixels[at[hit - 1]] = _P_HIT
-        if len(evicted := motion.evicted()):
-            pixels[at[evicted - 1]] = _P_EVICTED
-        for pair in motion.copies:
-            pixels[at[np.array(pair) - 1]] = _P_COPY
-        lit = [b - 1 for b in self._lit() if 0 < b <= len(at)]
-        if lit:
-            pixels[at[lit]] = _P_SELECT
-
     def _draw(self, grid: NDArray[np.int16], layout: Layout) -> None:
-        height, width, pitch = layout.height, layout.width, layout.pitch
-        if len(self._strips) < height or self._shown.shape != grid.shape:
-            self._resize(height)
+        if self._grid.shape != grid.shape:
+            self.resize_rows(layout.height)
             changed = np.ones(grid.shape, bool)
         else:
-            changed = self._shown != grid
+            changed = self._grid != grid
+        pitch, spare = layout.pitch, layout.width - layout.columns * layout.pitch
         for y in np.flatnonzero(changed.any(1)).tolist():
-            xs = np.flatnonzero(changed[y])
-            line = grid[y]
+            xs, line = np.flatnonzero(changed[y]), grid[y]
             starts = np.concatenate(([0], np.flatnonzero(line[1:] != line[:-1]) + 1))
-            lengths = np.diff(np.concatenate((starts, [len(line)])))
-            segments = [self._segment(c, k) for c, k in zip(line[starts].tolist(), lengths.tolist(), strict=True)]
-            spare = width - len(line) * pitch
+            lengths = np.diff(starts, append=len(line))
+            pairs = zip(line[starts].tolist(), lengths.tolist(), strict=True)
+            segments = [self._segment(code, count, layout) for code, count in pairs]
             if spare:
-                segments.append(Segment(" " * spare, self._base))
-            self._rows[y] = None
-            self.set_strip(y, Strip(segments, width), int(xs[0]) * pitch, (int(xs[-1]) + 1) * pitch)
-        self._shown = grid
+                segments.append(Segment(" " * spare, self.base))
+            strip = Strip(segments, layout.width)
+            self.set_strip(y, strip, int(xs[0]) * pitch, (int(xs[-1]) + 1) * pitch)
+        self._grid = grid
 
     # --------------------------------------------------------------------------- how it looks
 
-    def _segment(self, code: int, count: int) -> Segment:
+    def _segment(self, code: int, count: int, layout: Layout) -> Segment:
         segment = self._segments.get((code, count))
         if segment is None:
-            layout = self.layout_
-            assert layout is not None
-            if layout.mode == "cells":
-                glyph = GLYPHS[code & 63] + " " * (layout.pitch - 1)
+            if layout.stack == 2:
+                top, bottom = divmod(code, _K)
+                glyph, style = "▀", self.palette.pair(_PIXELS[top], _PIXELS[bottom])
             else:
-                glyph = " " if code // _K == code % _K == _P_VOID else "▀"
-            segment = self._segments[code, count] = Segment(glyph * count, self._style(code, layout.mode))
+                glyph, style = GLYPHS[code & 63] + " " * (layout.pitch - 1), self._look(code)
+            segment = self._segments[code, count] = Segment(glyph * count, self.base + style)
         return segment
 
-    def _style(self, code: int, mode: Mode) -> Style:
-        style = self._styles.get(code)
-        if style is None:
-            style = self._cell_style(code) if mode == "cells" else self._pixel_style(code)
-            self._styles[code] = style
-        return style
-
-    def _cell_style(self, code: int) -> Style:
-        if code & 63 == VOID:
-            return self._base
-        style = self._base + self.ink(NAMES[code & 63])
-        if code & 63 == FLASH:
-            style += Style(bold=True, reverse=True)
-        elif code & 63 in (HIT, EVICTED):
-            style += Style(bold=True)
-        if code & COPY:
-            style += Style(bgcolor=self.ink("copy").color)
+    def _look(self, code: int) -> Style:
+        glyph = code & 63
         if code & LINK:
-            style += Style(bgcolor=self.ink("select").color, color=self._base.bgcolor, bold=True)
-        return style
-
-    def _pixel_style(self, code: int) -> Style:
-        top, bottom = divmod(code, _K)
-        void = self._base.bgcolor
-        return Style(
-            color=void if top == _P_VOID else self.ink(_PIXELS[top]).color,
-            bgcolor=void if bottom == _P_VOID else self.ink(_PIXELS[bottom]).color,
-        )
+            return self.palette.on("select")
+        if code & COPY:
+            return self.palette.on("copy")
+        if glyph == FLASH:
+            return self.palette.on("hit")
+        if glyph == VOID:
+            return Style.null()
+        return self.ink(_INKS[glyph]) + Style(bold=glyph in (HIT, EVICTED) or GLYPHS[glyph] in _SHARES)
 
     def _legend(self, state: DashboardState, layout: Layout) -> list[Part]:
-        """Glyphs (cells) or swatches (pixels) with names, and counts where there is room."""
-        kinds = np.bincount(state.state[1:], minlength=_STATES)
-        counts = dict(zip(("free", "cached", "filling", "active", "shared"), kinds.tolist(), strict=True))
-        glyphs = {"hit": "◆", "active": "█", "shared": "2", "cached": "▒", "filling": "▅", "evicted": "×", "free": "·"}
-        wide = layout.width >= 92
-        words = self._base + self.ink("muted")
-        parts: list[Part] = []
-        for name, glyph in glyphs.items():
-            if name == "hit" and layout.mode != "cells" and not wide:
-                continue
-            text = name
-            if layout.mode != "cells":
-                glyph = "■"
-            elif name == "shared":
-                glyph, text = "2..9", "shared"
-            if wide and name in counts:
-                text = f"{name} {counts[name]:,}"
-            gap = " " if wide else ""
-            parts += [(glyph + gap, self._base + self.ink(name)), (text + ("   " if wide else " "), words)]
-        return _fitting(parts, layout.width)
+        """Glyphs (or swatches of pixels) with names, and counts where there is room."""
+        counts: dict[str, Any] = {}
+        if layout.width >= 92:
+            kinds = np.bincount(state.state[1:], minlength=STATES).tolist()
+            counts = dict(zip(_PIXELS, kinds, strict=False))
+        muted, parts, used = self.ink("muted"), list[Part](), 0
+        for name, glyph in _LEGEND.items():
+            mark = "■" if layout.stack == 2 else glyph
+            word = f" {name} {counts[name]:,}" if name in counts else f" {name}" if counts else name
+            gap = "" if not parts else "   " if counts else " "
+            used += len(gap + mark + word)
+            if used > layout.width:
+                break
+            parts += [(gap, muted), (mark, self.ink(name)), (word, muted)]
+        return parts
 
     # ------------------------------------------------------------------------------ selection
 
+    def _under(self, event: events.MouseEvent) -> range:
+        return self.projection.blocks_at(event.x, event.y) if self.projection is not None else range(0)
+
     def on_mouse_move(self, event: events.MouseMove) -> None:
         """Point at what lies under the mouse."""
-        if self.layout_ is not None:
-            self.post_message(self.Pointed(self.layout_.blocks_at(event.x, event.y), clicked=False))
+        self.post_message(self.Pointed(self._under(event), clicked=False))
 
     def on_leave(self, _event: events.Leave) -> None:
         """Point at nothing."""
@@ -363,29 +300,12 @@ class BlockMap(Lines):
 
     def on_click(self, event: events.Click) -> None:
         """Select the block under the mouse."""
-        if self.layout_ is not None and (ids := self.layout_.blocks_at(event.x, event.y)):
+        if ids := self._under(event):
             self.post_message(self.Pointed(ids, clicked=True))
 
     def action_walk(self, dx: int, dy: int) -> None:
         """Move the selection by one block or one row."""
-        layout = self.layout_
-        if layout is None:
-            return
-        row = layout.columns if layout.mode != "majority" else max(1, layout.n // (2 * layout.height))
-        at = 1 if self.selected is None else self.selected + dx + dy * row
-        if 1 <= at <= layout.n:
-            self.post_message(self.Pointed(range(at, at + 1), clicked=True))
-
-
-
-def _fitting(parts: list[Part], width: int) -> list[Part]:
-    """Whole pairs (glyph, word) as far as they fit."""
-    used, kept = 0, list[Part]()
-    for i in range(0, len(parts), 2):
-        pair = parts[i : i + 2]
-        cells = sum(len(text) for text, _ in pair)
-        if used + len("".join(t for t, _ in pair).rstrip()) > width:
-            break
-        used += cells
-        kept += pair
-    return kept
+        if (layout := self.projection) is not None:
+            at = 1 if self.selected is None else self.selected + dx + dy * layout.row
+            if 1 <= at <= layout.n:
+                self.post_message(self.Pointed(range(at, at + 1), clicked=True))

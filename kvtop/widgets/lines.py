@@ -9,7 +9,7 @@ Borders and padding belong to the parent, because `render_lines` here skips Text
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.cells import cell_len
 from rich.segment import Segment
@@ -21,6 +21,7 @@ from textual.strip import Strip
 from textual.widget import Widget
 
 if TYPE_CHECKING:
+    from kvtop.palette import Palette
     from kvtop.state import DashboardState
 
 Part = tuple[str, Style]
@@ -44,7 +45,8 @@ class Lines(Widget):
         super().__init__(id=id, classes=classes)
         self._rows: list[Row | None] = []
         self._strips: list[Strip] = []
-        self._base = Style.null()
+        self.base = Style.null()
+        """The widget's own colours, under every part's style."""
 
     # ------------------------------------------------------------------------- for subclasses
 
@@ -52,13 +54,13 @@ class Lines(Widget):
         """Show `state`; `now` is the display's clock in seconds (state.t, or later while motion runs)."""
 
     @property
-    def palette(self) -> Any:
-        """kvtop.themes.Palette of the theme in force."""
+    def palette(self) -> Palette:
+        """Styles of the theme in force."""
         return self.app.palette  # type: ignore[attr-defined]
 
     def ink(self, name: str) -> Style:
         """The palette's style for a block state, mark, graph or word ("free", "hit", "ttft", "muted")."""
-        return self.palette[name]  # type: ignore[no-any-return]
+        return self.palette[name]
 
     @property
     def lines(self) -> list[str]:
@@ -68,7 +70,7 @@ class Lines(Widget):
     def set_rows(self, rows: Sequence[Iterable[Part]]) -> None:
         """Replace all rows; those beyond the height are dropped."""
         height = self.size.height
-        self._resize(min(len(rows), height))
+        self.resize_rows(min(len(rows), height))
         for y, row in enumerate(rows[:height]):
             self.set_row(y, row)
 
@@ -78,13 +80,13 @@ class Lines(Widget):
         if not width or not 0 <= y < height:
             return
         if y >= len(self._rows):
-            self._resize(y + 1)
+            self.resize_rows(y + 1)
         new = tuple(part for part in row if part[0])
         old = self._rows[y]
         if new == old:
             return
         self._rows[y] = new
-        base = self._base
+        base = self.base
         segments = [Segment(text, base + style) for text, style in new]
         self.set_strip(y, Strip(segments).adjust_cell_length(width, base), _common(old, new) if old else 0)
 
@@ -96,30 +98,31 @@ class Lines(Widget):
         if stop > start:
             self.refresh(Region(start, y, stop - start, 1))
 
-    def forget(self) -> None:
-        """Drop what is known of the rows (theme or size changed): the next paint renews each. The
-        old strips stay on the screen until then."""
-        self._base = self._base_style()
-        self._rows = [None] * len(self._rows)
-
-    # ------------------------------------------------------------------------------ machinery
-
-    def _base_style(self) -> Style:
-        style = self.visual_style
-        return Style(color=style.foreground.rich_color, bgcolor=style.background.rich_color)
-
-    def _resize(self, count: int) -> None:
+    def resize_rows(self, count: int) -> None:
+        """Have exactly `count` rows; new ones are blank."""
         have = len(self._strips)
         if count < have:
             del self._rows[count:], self._strips[count:]
             self.refresh(Region(0, count, self.size.width, have - count))
         else:
-            blank = Strip.blank(self.size.width, self._base)
+            blank = Strip.blank(self.size.width, self.base)
             self._rows += [None] * (count - have)
             self._strips += [blank] * (count - have)
 
+    def forget(self) -> None:
+        """Drop what is known of the rows (theme or size changed): the next paint renews each. The
+        old strips stay on the screen until then."""
+        self.base = self._current_base()
+        self._rows = [None] * len(self._rows)
+
+    # ------------------------------------------------------------------------------ machinery
+
+    def _current_base(self) -> Style:
+        style = self.visual_style.rich_style
+        return Style(color=style.color, bgcolor=style.bgcolor)
+
     def _on_mount(self, event: events.Mount) -> None:
-        self._base = self._base_style()
+        self.base = self._current_base()
         self.app.theme_changed_signal.subscribe(self, lambda _theme: self.forget(), immediate=True)
 
     def _on_resize(self, event: events.Resize) -> None:
@@ -129,15 +132,15 @@ class Lines(Widget):
     def notify_style_update(self) -> None:
         """Called by Textual after any change of styles; only one of colours matters here."""
         super().notify_style_update()
-        if self.is_attached and self._base_style() != self._base:
+        if self.is_attached and self._current_base() != self.base:
             self.forget()
 
     def render_line(self, y: int) -> Strip:
         """Row y at full width (Textual asks for it when the mouse selects text)."""
         width = self.size.width
-        strip = self._strips[y] if y < len(self._strips) else Strip.blank(width, self._base)
+        strip = self._strips[y] if y < len(self._strips) else Strip.blank(width, self.base)
         if strip.cell_length != width:
-            strip = strip.adjust_cell_length(width, self._base)
+            strip = strip.adjust_cell_length(width, self.base)
         if not self.allow_select:
             return strip
         selection = self.text_selection
@@ -166,7 +169,7 @@ class Lines(Widget):
         style = self.screen.get_component_rich_style("screen--selection")
         left, middle, right = strip.crop(0, first), strip.crop(first, last), strip.crop(last)
         # The selection's own colours must win over those of the segments below.
-        chosen = [Segment(s.text, (s.style or self._base) + style) for s in middle]
+        chosen = [Segment(s.text, (s.style or self.base) + style) for s in middle]
         return Strip.join([left, Strip(chosen, last - first), right])
 
     def get_selection(self, selection: Selection) -> tuple[str, str] | None:

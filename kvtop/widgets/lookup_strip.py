@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from rich.cells import cell_len
 from rich.style import Style
@@ -33,7 +33,7 @@ class LookupStrip(Lines):
     """Focus it to walk along the prompt with the arrow keys."""
 
     can_focus = True
-    BINDINGS: list[BindingType] = [
+    BINDINGS: ClassVar[list[BindingType]] = [
         Binding("left,h", "walk(-1)", "Walk", show=False),
         Binding("right,l", "walk(1)", "Walk", show=False),
     ]
@@ -77,14 +77,8 @@ class LookupStrip(Lines):
         """The request to show now."""
         if self.picked is not None and (view := state.requests.get(self.picked)) is not None:
             return view
-        best, late = None, -1.0
-        for n, rid in enumerate(reversed(state.requests)):
-            view = state.requests[rid]
-            if view.t_lookup is not None and view.t_lookup > late:
-                best, late = view, view.t_lookup
-            if n > 100:
-                break
-        return best
+        latest = state.latest_lookup
+        return None if latest is None else state.requests.get(latest)
 
     def paint(self, state: DashboardState, now: float) -> None:
         """Strip, origin and sentence, as many of them as there are rows."""
@@ -154,7 +148,12 @@ class LookupStrip(Lines):
             used = 1 + len(cells)
             gap = " " * max(3, width - used - len(tail) + 2)
             mark = self.ink("hit") if hits else self.ink("muted")
-            parts += [(gap, self.ink("text")), (read, mark), (" ╎ ", self.ink("muted")), (computed, self.ink("active"))]
+            parts += [
+                (gap, self.ink("text")),
+                (read, mark),
+                (" ╎ ", self.ink("muted")),
+                (computed, self.ink("active")),
+            ]
         return _merged(parts)
 
     def _hit_cell(
@@ -163,7 +162,7 @@ class LookupStrip(Lines):
         if lit is not None and group.start >= lit:
             glyph, style = "▒", self.ink("cached")
         elif any(view.hit_ids[i] in flash for i in group if i < len(view.hit_ids)):
-            glyph, style = "◆", self.ink("hit") + Style(bold=True, reverse=True)
+            glyph, style = "◆", self.palette.on("hit")
         else:
             glyph, style = "◆", self.ink("hit") + Style(bold=True)
         return glyph, self._linked(style, lookup.physical(table, group))
@@ -184,7 +183,7 @@ class LookupStrip(Lines):
 
     def _linked(self, style: Style, blocks: list[int]) -> Style:
         if self.link and not self.link.isdisjoint(blocks):
-            return style + Style(bgcolor=self.ink("select").color, color=self._base.bgcolor, reverse=False)
+            return self.palette.on("select")
         return style
 
     def _origin(self, state: DashboardState, view: RequestView, width: int) -> list[Part]:
@@ -233,7 +232,7 @@ def _merged(parts: list[Part]) -> list[Part]:
     """Neighbours of one style as one part."""
     out: list[Part] = []
     for text, style in parts:
-        if out and out[-1][1] is style or out and out[-1][1] == style:
+        if (out and out[-1][1] is style) or (out and out[-1][1] == style):
             out[-1] = (out[-1][0] + text, style)
         else:
             out.append((text, style))

@@ -1,0 +1,118 @@
+"""How blocks lie on cells: the layouts of the map, and the histogram that shrinks many blocks to pixels.
+
+Pure numpy, no textual. Invariants: every block has exactly one pixel; `Histogram.counts[p]` is always
+the number of blocks of each state under pixel p, kept up by (old, new) deltas of the blocks that changed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+STATES = 5
+"""Values of BlockState."""
+
+Mode = Literal["cells", "halves", "majority", "glyphs"]
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How `n` blocks (ids 1..n) lie on width x height cells, row by row.
+
+    mode: cells (one block a cell), halves (two, one above the other), majority (half-block pixels of many
+    blocks), glyphs (one pixel of many blocks a cell, where there is no colour). pitch: cells that a block
+    takes across.
+    """
+
+    mode: Mode
+    width: int
+    height: int
+    pitch: int
+    n: int
+
+    @classmethod
+    def fit(cls, n: int, width: int, height: int, colour: bool = True) -> Layout:
+        """The most legible mode in which all blocks are visible; without colour a cell has one glyph."""
+        if n <= (width // 2) * height:
+            return cls("cells", width, height, 2, n)
+        if n <= width * height:
+            return cls("cells", width, height, 1, n)
+        if not colour:
+            return cls("glyphs", width, height, 1, n)
+        return cls("halves" if n <= 2 * width * height else "majority", width, height, 1, n)
+
+    @property
+    def columns(self) -> int:
+        """Blocks (or pixels) in a row."""
+        return self.width // self.pitch
+
+    @property
+    def stack(self) -> int:
+        """Pixels of a cell, one above the other."""
+        return 2 if self.mode in ("halves", "majority") else 1
+
+    @property
+    def pixels(self) -> int:
+        """Places for blocks."""
+        return self.columns * self.height * self.stack
+
+    @property
+    def row(self) -> int:
+        """Blocks in a row of cells: how far up and down walk."""
+        if self.mode in ("cells", "halves"):
+            return self.columns
+        return max(1, self.n // (self.height * self.stack))
+
+    def title(self, block_size: int) -> str:
+        """The scale in words."""
+        if self.mode == "cells":
+            return f"1 cell = 1 physical block = {block_size} tokens"
+        if self.mode == "halves":
+            return f"2 blocks a cell = {2 * block_size} tokens"
+        per_cell = self.n / (self.columns * self.height)
+        return f"{per_cell:,.{0 if per_cell >= 10 else 1}f} blocks a cell, majority"
+
+    def pixel_of(self) -> NDArray[np.int64]:
+        """[n] pixel of each block, block id - 1 as the index."""
+        ids = np.arange(self.n, dtype=np.int64)
+        return ids * self.pixels // self.n if self.mode in ("majority", "glyphs") else ids
+
+    def blocks_at(self, x: int, y: int) -> range:
+        """Ids under cell (x, y): the first of them if a cell has two."""
+        column = x // self.pitch
+        if not (0 <= column < self.columns and 0 <= y < self.height):
+            return range(0)
+        pixel = y * self.stack * self.columns + column
+        if self.mode in ("cells", "halves"):
+            return range(pixel + 1, min(pixel + 2, self.n + 1))
+        # Block i (from 0) lies on pixel i * pixels // n, so pixel p starts at ceil(p * n / pixels).
+        first, stop = (-(-p * self.n // self.pixels) + 1 for p in (pixel, pixel + 1))
+        return range(first, stop)
+
+
+class Histogram:
+    """States under each pixel of a layout, by deltas."""
+
+    def __init__(self, layout: Layout, state: NDArray[Any]) -> None:
+        """state: [n] uint8 of blocks 1..n."""
+        self.pixel_of = layout.pixel_of()
+        self._counted = state.copy()
+        flat = np.bincount(self.pixel_of * STATES + state, minlength=layout.pixels * STATES)
+        self.counts = flat.reshape(layout.pixels, STATES)
+
+    def update(self, ids: NDArray[np.int64], state: NDArray[Any]) -> None:
+        """ids: unique ids of the blocks that changed; state: [n] as it is now."""
+        at = ids[ids > 0] - 1
+        pixels, old, new = self.pixel_of[at], self._counted[at], state[at]
+        flat = self.counts.reshape(-1)
+        np.subtract.at(flat, pixels * STATES + old, 1)
+        np.add.at(flat, pixels * STATES + new, 1)
+        self._counted[at] = new
+
+    def majority(self) -> NDArray[np.int16]:
+        """[pixels] the most frequent state; of equals the livelier one."""
+        # argmax takes the first of equals, hence the reversed columns.
+        return (STATES - 1 - self.counts[:, ::-1].argmax(1)).astype(np.int16)

@@ -1,0 +1,402 @@
+"""Chat: what was asked, what it cost, and the answer as it streams.
+
+Owns the scroll position and which attached pages are unfolded. Every line of prompt or answer knows its
+tokens, so pointing at it finds its blocks and the other way round. Invariant: only requests in view are
+laid out, and a finished one is laid out once a width.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, ClassVar
+
+from rich.cells import cell_len
+from rich.style import Style
+from textual import events
+from textual.binding import Binding, BindingType
+from textual.message import Message
+
+from kvtop import lookup
+from kvtop.text import cut, safe_text
+from kvtop.units import count, duration
+from kvtop.widgets.lines import Lines, Part
+from kvtop.wrap import spelled, wrap
+
+if TYPE_CHECKING:
+    from kvtop.requests import RequestView
+    from kvtop.state import DashboardState
+
+_INDENT = 3
+_CACHE = 256
+_FOLDED_PROMPT = 6
+"""Lines of a prompt without roles that are shown folded."""
+
+
+@dataclass(frozen=True, slots=True)
+class Passage:
+    """Text of consecutive tokens; `first` is the index of the first of them in the sequence."""
+
+    text: str
+    starts: list[int]
+    first: int
+
+    def token(self, char: int) -> int:
+        """Index in the sequence of the token that character belongs to."""
+        return self.first + max(0, bisect_right(self.starts, char) - 1)
+
+
+@dataclass(slots=True)
+class Line:
+    """A line before styling: lead, then a slice of a passage or fixed parts."""
+
+    lead: list[Part]
+    parts: list[Part] = field(default_factory=list)
+    passage: Passage | None = None
+    start: int = 0
+    end: int = 0
+    style: Style = field(default_factory=Style.null)
+    fold: bool = False
+    """A click here folds or unfolds the attached page."""
+
+
+class Chat(Lines):
+    """Focus it to scroll with the arrow and page keys; end follows again."""
+
+    can_focus = True
+    ALLOW_SELECT = True
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("up,k", "scroll_lines(1)", "Scroll", show=False),
+        Binding("down,j", "scroll_lines(-1)", "Scroll", show=False),
+        Binding("pageup", "scroll_lines(10)", "Scroll", show=False),
+        Binding("pagedown", "scroll_lines(-10)", "Scroll", show=False),
+        Binding("home", "scroll_lines(1000000)", "Top", show=False),
+        Binding("end", "scroll_lines(-1000000)", "Follow", show=False),
+        Binding("e", "fold", "Unfold page", show=False),
+    ]
+
+    @dataclass
+    class Pointed(Message):
+        """Logical blocks of a request under the mouse (none: it left); clicked: they were selected."""
+
+        request_id: int
+        indices: range
+        clicked: bool
+
+    def __init__(self, *, id: str | None = None) -> None:
+        super().__init__(id=id)
+        self.back = 0
+        """Lines between the end and the bottom row; 0 follows the stream."""
+        self.unfolded: set[int] = set()
+        self.link: frozenset[int] = frozenset()
+        self.title = "chat"
+        self._layouts: dict[int, tuple[object, list[Line]]] = {}
+        self._view: list[tuple[int, Line]] = []
+        self._block_size = 16
+
+    def set_link(self, ids: Iterable[int]) -> None:
+        """Light up the text of these physical blocks."""
+        self.link = frozenset(ids)
+
+    def forget(self) -> None:
+        """Theme or size changed."""
+        super().forget()
+        self._layouts.clear()
+
+    # ------------------------------------------------------------------------------- painting
+
+    def paint(self, state: DashboardState, now: float) -> None:
+        """The newest requests at the bottom."""
+        width, height = self.size
+        if width < 1 or height < 1:
+            return
+        self._block_size = state.started.block_size if state.started is not None else 16
+        self.title = self._title(state)
+        if not state.requests:
+            self._view = []
+            self.set_rows(self._welcome(state, width, height))
+            return
+        shown: list[tuple[int, Line]] = []
+        want = height + self.back
+        for rid in reversed(state.requests):
+            lines = self._lines(state, state.requests[rid], width)
+            shown[:0] = [(rid, line) for line in lines]
+            if len(shown) >= want:
+                break
+        else:
+            self.back = min(self.back, max(0, len(shown) - height))
+        stop = len(shown) - self.back
+        self._view = shown[max(0, stop - height) : stop]
+        if len(self._layouts) > _CACHE:
+            keep = {rid for rid, _ in self._view}
+            self._layouts = {r: v for r, v in self._layouts.items() if r in keep}
+        tables: dict[int, list[int]] = {}
+        rows = []
+        for rid, line in self._view:
+            if self.link and rid not in tables:
+                tables[rid] = lookup.table_of(state, state.requests[rid])
+            rows.append(self._row(line, tables.get(rid, [])))
+        self.set_rows(rows)
+
+    def _title(self, state: DashboardState) -> str:
+        for rid in reversed(state.requests):
+            for _, _, _, name in state.requests[rid].spans:
+                if name:
+                    return f"chat · {safe_text(name)} attached"
+            break
+        return "chat" + (f" · {self.back} lines back" if self.back else "")
+
+    def _welcome(self, state: DashboardState, width: int, height: int) -> list[list[Part]]:
+        if state.started is None:
+            return []
+        texts = [
+            "Nothing was asked yet.",
+            "",
+            "Enter sends the first of five examples;",
+            "or type a question of your own.",
+        ]
+        top = max(0, (height - len(texts)) // 2)
+        muted = self.ink("muted")
+        lines = [[(cut(t, width).center(width), muted)] for t in texts]
+        return [[("", muted)]] * top + lines
+
+    def _lines(self, state: DashboardState, view: RequestView, width: int) -> list[Line]:
+        rid = view.request_id
+        key = (
+            width,
+            view.phase,
+            len(view.output_ids),
+            len(view.text),
+            view.num_computed,
+            view.cached_tokens,
+            view.t_first,
+            view.blocked,
+            view.looked_up,
+            rid in self.unfolded,
+        )
+        known = self._layouts.get(rid)
+        if known is not None and known[0] == key:
+            return known[1]
+        lines = list(self._layout_lines(state, view, width))
+        self._layouts[rid] = (key, lines)
+        return lines
+
+    def _layout_lines(self, state: DashboardState, view: RequestView, width: int) -> Iterator[Line]:
+        bold = self.ink("text") + Style(bold=True)
+        head = f"#{view.request_id} "
+        indent = max(_INDENT, len(head))
+        question = self._question(state, view)
+        page = next((s for s in view.spans if s[3]), None)
+        chip = self._chip(view, page, width) if page is not None else []
+        spare = sum(cell_len(t) for t, _ in chip)
+        lines = wrap(question.text.strip("\n") or " ", max(1, width - indent))
+        offset = len(question.text) - len(question.text.lstrip("\n"))
+        if not view.spans and len(lines) > _FOLDED_PROMPT and view.request_id not in self.unfolded:
+            lines = lines[:_FOLDED_PROMPT]
+        for n, (start, end) in enumerate(lines):
+            cached = view.cached_tokens > 0 and question.token(start + offset) < view.cached_tokens
+            mark = ("▌" if cached else " ", self.ink("hit"))
+            lead = [(head, self.ink("muted"))] if n == 0 else [(" " * indent, bold)]
+            if cached:
+                lead = [mark, (lead[0][0][1:], lead[0][1])]
+            line = Line(lead, passage=question, start=start + offset, end=end + offset, style=bold)
+            if (
+                n == 0
+                and chip
+                and indent + cell_len(question.text[line.start : line.end]) + 2 + spare <= width
+            ):
+                line.parts, line.fold = chip, True
+            yield line
+        if page is not None and view.request_id in self.unfolded:
+            yield from self._unfolded(state, view, page, width)
+        pad: Part = (" " * _INDENT, bold)
+        if view.error:
+            for text in _plain(safe_text(view.error), width - _INDENT):
+                yield Line([pad], [(text, self.ink("error"))])
+            if view.finish_reason == "refused":
+                return
+        yield Line([pad], self._cost(state, view, width - _INDENT))
+        answer = self._answer(state, view)
+        if answer.text or (view.phase == "running" and view.t_first is not None):
+            yield from self._streamed(view, answer, width)
+
+    def _question(self, state: DashboardState, view: RequestView) -> Passage:
+        turns = [s for s in view.spans if s[2] == "user"]
+        start, end = (turns[-1][0], turns[-1][1]) if turns else (0, len(view.prompt_token_ids))
+        if not view.prompt_token_ids:
+            return Passage(f"({count(view.prompt_tokens)} tokens)", [0], 0)
+        text, starts = spelled(state.piece(t) for t in view.prompt_token_ids[start:end])
+        return Passage(text, starts, start)
+
+    def _answer(self, state: DashboardState, view: RequestView) -> Passage:
+        text, starts = spelled(state.piece(t) for t in view.output_ids)
+        shown = safe_text(view.text, newlines=True)
+        if not text.startswith(shown):  # a decoder of its own (stripped blanks): tokens cannot be told apart
+            starts = starts[:1]
+        return Passage(shown.rstrip("\n"), starts, view.prompt_tokens)
+
+    def _chip(self, view: RequestView, page: tuple[int, int, str, str], width: int) -> list[Part]:
+        read = view.cached_tokens > page[0]
+        arrow = "▾" if view.request_id in self.unfolded else "▸"
+        name = cut(safe_text(page[3]), max(4, width // 3))
+        return [("▌" if read else " ", self.ink("hit")), (f"{name} {arrow}", self.ink("muted"))]
+
+    def _unfolded(
+        self, state: DashboardState, view: RequestView, page: tuple[int, int, str, str], width: int
+    ) -> Iterator[Line]:
+        text, starts = spelled(state.piece(t) for t in view.prompt_token_ids[page[0] : page[1]])
+        passage = Passage(text, starts, page[0])
+        for start, end in wrap(text, max(1, width - _INDENT)):
+            cached = passage.token(start) < view.cached_tokens
+            lead = [
+                (" " * (_INDENT - 1), self.ink("text")),
+                ("▌" if cached else "│", self.ink("hit" if cached else "muted")),
+            ]
+            yield Line(lead, passage=passage, start=start, end=end, style=self.ink("muted"))
+
+    def _cost(self, state: DashboardState, view: RequestView, width: int) -> list[Part]:
+        """ "cold · computed 1,040 tokens · 690 ms" and its other forms."""
+        muted, hit = self.ink("muted"), self.ink("hit")
+        read, todo = view.cached_tokens, view.prompt_tokens - view.cached_tokens
+        parts: list[Part] = []
+        if view.phase == "queued":
+            text = "waiting"
+            if view.blocked is not None:
+                need, free = count(view.blocked.need), count(view.blocked.free)
+                text = f"waiting for memory: needs {need} blocks, {free} free"
+            return [(cut(text, width), muted)]
+        if view.phase == "preempted":
+            return [
+                (cut("preempted: gave its blocks up, waits to compute again", width), self.ink("warning"))
+            ]
+        if read:
+            parts.append((f"read {count(read)}", hit))
+        else:
+            parts.append(("cold", self.ink("active")))
+        if view.t_first is None and view.phase == "running":
+            done = max(0, view.num_computed - read)
+            parts.append((f" · computing {count(done)} of {count(todo)}", muted))
+        else:
+            unit = "" if read else " tokens"
+            parts.append((f" · computed {count(todo)}{unit}", muted))
+        if view.ttft is not None:
+            parts.append((f" · {duration(view.ttft)}", hit if read else muted))
+        if times := lookup.speedup(state, view):
+            parts.append((f"   {times}", hit + Style(bold=True)))
+        if view.finish_reason in ("length", "abort"):
+            word = "aborted" if view.finish_reason == "abort" else f"cut at {view.num_output} tokens"
+            parts.append((f" · {word}", muted))
+        return parts
+
+    def _streamed(self, view: RequestView, answer: Passage, width: int) -> Iterator[Line]:
+        text = self.ink("text")
+        room = max(1, width - _INDENT)
+        lead: list[Part] = [(" " * _INDENT, text)]
+        start = len(answer.text) - len(answer.text.lstrip())
+        lines = [(a + start, b + start) for a, b in wrap(answer.text[start:], room)]
+        for n, (a, b) in enumerate(lines):
+            line = Line(list(lead), passage=answer, start=a, end=b, style=text)
+            if n == len(lines) - 1 and view.phase == "running":
+                if cell_len(answer.text[a:b]) < room:
+                    line.parts = [("█", self.ink("accent"))]
+                    yield line
+                else:
+                    yield line
+                    yield Line(list(lead), [("█", self.ink("accent"))])
+            else:
+                yield line
+
+    def _row(self, line: Line, table: list[int]) -> list[Part]:
+        row = list(line.lead)
+        if line.passage is not None:
+            row += self._told(line, table)
+        if line.fold:
+            used = sum(cell_len(t) for t, _ in row) + sum(cell_len(t) for t, _ in line.parts)
+            row.append((" " * max(0, self.size.width - used), line.style))
+        return row + line.parts
+
+    def _told(self, line: Line, table: list[int]) -> list[Part]:
+        """The slice of the passage, its linked tokens marked."""
+        passage = line.passage
+        assert passage is not None
+        text = passage.text[line.start : line.end].replace("\n", " ")
+        if not self.link or not text or not table:
+            return [(text, line.style)]
+        lit = line.style + self.palette.on("select")
+        parts: list[Part] = []
+        run, bright = 0, False
+        for i in range(len(text) + 1):
+            here = False
+            if i < len(text):
+                index = passage.token(line.start + i) // self._block_size
+                here = index < len(table) and table[index] in self.link
+            if i == len(text) or here != bright:
+                if i > run:
+                    parts.append((text[run:i], lit if bright else line.style))
+                run, bright = i, here
+        return parts
+
+    # ------------------------------------------------------------------- pointing and scrolling
+
+    def _under(self, x: int, y: int) -> tuple[int, range] | None:
+        if not 0 <= y < len(self._view):
+            return None
+        rid, line = self._view[y]
+        if line.passage is None:
+            return rid, range(0)
+        cells = x - sum(cell_len(t) for t, _ in line.lead)
+        char = line.start
+        while char < line.end and cells > 0:
+            cells -= cell_len(line.passage.text[char])
+            char += 1
+        if cells > 0 or x < 1:
+            return rid, range(0)
+        index = line.passage.token(min(char, line.end)) // self._block_size
+        return rid, range(index, index + 1)
+
+    def on_mouse_move(self, event: events.MouseMove) -> None:
+        """Point at the blocks of the text under the mouse."""
+        if (under := self._under(event.x, event.y)) is not None:
+            self.post_message(self.Pointed(*under, clicked=False))
+
+    def on_leave(self, _event: events.Leave) -> None:
+        """Point at nothing."""
+        if self._view:
+            self.post_message(self.Pointed(self._view[-1][0], range(0), clicked=False))
+
+    def on_click(self, event: events.Click) -> None:
+        """Unfold the page, or select the block of this text."""
+        if (under := self._under(event.x, event.y)) is None:
+            return
+        rid, line = self._view[event.y]
+        if line.fold and event.x >= self.size.width - sum(cell_len(t) for t, _ in line.parts):
+            self.fold(rid)
+        else:
+            self.post_message(self.Pointed(*under, clicked=True))
+
+    def fold(self, request_id: int) -> None:
+        """Fold or unfold the page (or the long prompt) of a request."""
+        self.unfolded ^= {request_id}
+
+    def action_fold(self) -> None:
+        """Of the request at the bottom."""
+        if self._view:
+            self.fold(self._view[-1][0])
+
+    def action_scroll_lines(self, lines: int) -> None:
+        """Up by `lines` (towards older text)."""
+        self.back = max(0, self.back + lines)
+
+    def on_mouse_scroll_up(self) -> None:
+        """One notch of the wheel."""
+        self.action_scroll_lines(3)
+
+    def on_mouse_scroll_down(self) -> None:
+        """One notch of the wheel."""
+        self.action_scroll_lines(-3)
+
+
+def _plain(text: str, width: int) -> Iterator[str]:
+    for start, end in wrap(text, max(1, width)):
+        yield text[start:end]
