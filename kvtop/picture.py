@@ -92,7 +92,7 @@ def grid(app: App[Any]) -> Grid:
 
 def grid_of(strips: Sequence[Strip], theme: TerminalTheme, width: int, height: int) -> Grid:
     """Strips with their colours resolved; ANSI and default colours by the terminal theme."""
-    bg: Rgb = tuple(theme.background_color)
+    bg = _rgb(None, theme, False)
     rows = tuple(tuple(_runs(strip, theme, width)) for strip in strips[:height])
     return Grid(width, height, rows, bg)
 
@@ -120,8 +120,10 @@ def _look(style: Style, theme: TerminalTheme) -> tuple[Rgb, Rgb, bool, bool, boo
 
 def _rgb(color: Color | None, theme: TerminalTheme, foreground: bool) -> Rgb:
     if color is None or color.type is ColorType.DEFAULT:
-        return tuple(theme.foreground_color if foreground else theme.background_color)
-    return tuple(color.get_truecolor(theme, foreground))
+        red, green, blue = theme.foreground_color if foreground else theme.background_color
+    else:
+        red, green, blue = color.get_truecolor(theme, foreground)
+    return red, green, blue
 
 
 def render(app: App[Any], kind: str) -> bytes:

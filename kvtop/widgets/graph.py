@@ -2,7 +2,7 @@
 
 Pure functions from columns of numbers to Rows; panels put them under their own figures. Invariants:
 one column of cells is one value (two for a line), NaN draws nothing, a value above the axis' foot
-is never invisible, and the axis moves in steps of 1, 2, 5 so that the picture stays calm.
+is never invisible, and the axis ends in a round number so that the picture stays calm.
 """
 
 from __future__ import annotations
@@ -56,19 +56,19 @@ def linear(values: Floats, least: float = 0.0) -> Scale:
 
 
 def logarithmic(values: Floats) -> Scale:
-    """From a power of ten below the smallest positive value to one above the largest."""
+    """From a power of ten below the smallest positive value (at least 1e-9) to one above the largest."""
     known = values[np.isfinite(values) & (values > 0)]
     if not known.size:
         return Scale(0.1, 1.0, log=True)
-    low = 10.0 ** math.floor(math.log10(known.min()) + 1e-9)
-    high = 10.0 ** math.ceil(math.log10(known.max()) - 1e-9)
+    low = 10.0 ** math.floor(math.log10(max(known.min(), 1e-9)) + 1e-9)
+    high = 10.0 ** math.ceil(math.log10(max(known.max(), 1e-9)) - 1e-9)
     return Scale(low, high if high > low else low * 10, log=True)
 
 
 def round_up(value: float) -> float:
-    """The next 1, 2 or 5 times a power of ten."""
+    """The next round number: 1, 1.5, 2, 3, 4, 5, 6 or 8 times a power of ten."""
     power = 10.0 ** math.floor(math.log10(value))
-    for step in (1.0, 2.0, 5.0, 10.0):
+    for step in (1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0, 10.0):
         if value <= step * power * (1 + 1e-9):
             return step * power
     return 10.0 * power
@@ -128,7 +128,7 @@ def bar_levels(values: Floats, rows: int, scale: Scale) -> NDArray[np.intp]:
     """Eighths of a cell that each bar is high, 0 to 8 * rows; 0 only for NaN and for the foot."""
     part = scale.fraction(values)
     eighths = np.where(np.isnan(part), 0.0, np.round(part * rows * 8))
-    floor = np.where((part > 0) | ((values > 0) & scale.log), 1, 0)
+    floor = np.where(values > (0 if scale.log else scale.low), 1, 0)
     return np.maximum(eighths, floor).astype(np.intp)
 
 
@@ -163,8 +163,8 @@ def line(values: Floats, rows: int, scale: Scale) -> list[str]:
             first, last = (first + 1, last) if previous == first else (first, last - 1)
         else:
             first = last = y
-        steps = np.arange(first, last + 1)
-        np.bitwise_or.at(grid, (steps // 4, x // 2), _DOTS[steps % 4, x % 2])
+        for step in range(first, last + 1):
+            grid[step // 4, x // 2] |= _DOTS[step % 4, x % 2]
         previous = y
     return ["".join(chr(0x2800 + int(c)) if c else " " for c in row) for row in grid]
 

@@ -71,7 +71,7 @@ def _line(
 
 
 def _cell(cell: Cell, width: int, right: bool, blank: Style) -> list[Part]:
-    parts: list[Part] = [cell] if isinstance(cell[0], str) else list(cell)  # type: ignore[list-item]
+    parts: list[Part] = [cell] if isinstance(cell[0], str) else list(cell)
     total = sum(cell_len(text) for text, _ in parts)
     if total > width:
         return cut(parts, width)
@@ -103,3 +103,9 @@ def bar(part: float, width: int) -> str:
     eighths = int(max(0.0, min(1.0, part)) * width * 8)
     full, rest = divmod(eighths, 8)
     return ("█" * full + " ▏▎▍▌▋▊▉"[rest].strip()).ljust(width, "·")
+
+
+def progress(part: float, width: int) -> str:
+    """A thin bar for rows that stand close together, in halves of a cell: ━━╸···."""
+    halves = int(max(0.0, min(1.0, part)) * width * 2)
+    return ("━" * (halves // 2) + "╸" * (halves % 2)).ljust(width, "·")

@@ -47,7 +47,7 @@ def test_nothing_is_drawn_for_nan_and_a_sliver_for_any_value_over_the_foot() -> 
 
 
 def test_the_axis_top_is_round() -> None:
-    assert [round_up(v) for v in (0.9, 1, 1.01, 3, 5, 51, 690)] == [1, 1, 2, 5, 5, 100, 1000]
+    assert [round_up(v) for v in (0.9, 1, 1.01, 2.5, 5, 51, 690)] == [1, 1, 1.5, 3, 5, 60, 800]
     assert linear(np.array([3.0, NAN, 41.0])) == Scale(0.0, 50.0)
     assert linear(np.array([NAN])).high > 0
     assert linear(np.array([0.2]), least=1).high == 1

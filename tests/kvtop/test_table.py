@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 from rich.style import Style
 
-from kvtop.widgets.table import Column, bar, cut, fit, table
+from kvtop.widgets.table import Column, bar, cut, fit, progress, table
 
 S, T = Style(), Style(bold=True)
 COLUMNS = (
@@ -57,6 +57,7 @@ def test_a_bar_is_full_only_when_done() -> None:
     assert bar(1, 4) == "████"
     assert bar(2, 4) == "████"
     assert bar(0.5, 0) == ""
+    assert [progress(p, 3) for p in (0, 0.2, 0.5, 0.999, 1)] == ["···", "╸··", "━╸·", "━━╸", "━━━"]
 
 
 @given(st.integers(0, 60), st.lists(st.text(max_size=20), min_size=4, max_size=4))

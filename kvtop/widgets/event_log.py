@@ -1,0 +1,76 @@
+"""Event log: what happened, one line each, the newest below.
+
+Follows its end unless it was scrolled back. Words come from kvtop.widgets.story.
+"""
+
+from __future__ import annotations
+
+from itertools import islice
+from typing import TYPE_CHECKING
+
+from kvtop.widgets.lines import Row
+from kvtop.widgets.panel import Scrolling
+from kvtop.widgets.story import fold, tell
+from kvtop.widgets.table import cut
+
+if TYPE_CHECKING:
+    from kvtop.state import DashboardState
+
+MOST = 1000
+"""Moments that are told; older ones are in the recording."""
+
+_LOOKS = {
+    "evicted": "evicted",
+    "hit": "hit",
+    "admitted": "active",
+    "copied": "copy",
+    "preempted": "warning",
+    "blocked": "warning",
+    "error": "error",
+    "lost": "error",
+    "stored": "muted",
+    "released": "muted",
+    "queued": "muted",
+}
+
+
+class EventLogPanel(Scrolling):
+    """Time since the start, then the line."""
+
+    TITLE = "events"
+    FIGURES = (
+        ("time", "Seconds since the start of the run."),
+        ("◆ hit", "Blocks read from the cache at an admission."),
+        ("× evicted", "What a block held, how long, how often it was read, and who took its memory."),
+        ("stored", "Full blocks that entered the hash table: from now on they can be hit."),
+        ("gave back", "References dropped; hashed blocks stay cached until their memory is taken."),
+    )
+
+    _back = 0
+    """Lines between the newest and the last one shown."""
+
+    def rows(self, state: DashboardState, now: float, width: int, height: int) -> list[Row]:
+        """The last lines that fit."""
+        moments = list(islice(reversed(state.moments), MOST))
+        lines = fold(reversed(moments))
+        if not lines:
+            return [self.say("nothing happened yet")]
+        self._most = max(0, len(lines) - height)
+        self._back = min(self._back, self._most)
+        stop = len(lines) - self._back
+        muted = self.ink("muted")
+        rows: list[Row] = []
+        for line in lines[max(0, stop - height) : stop]:
+            name = _LOOKS.get(line.kind, "text")
+            text = tell(state, line, width - 9)
+            if name == "active" and text.startswith("◆"):
+                name = "hit"
+            rows.append(tuple(cut(((f"{line.t:8.2f} ", muted), (text, self.ink(name))), width)))
+        return rows
+
+    def action_scroll_by(self, lines: int) -> None:
+        """Move down by `lines`, up where it is negative."""
+        back = max(0, min(self._most, self._back - lines))
+        if back != self._back:
+            self._back = back
+            self.forget()
