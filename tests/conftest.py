@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-# Before torch is imported: two cores serve the engine and the dashboard, and a passive policy halves packed GEMMs.
+# Before torch is imported: threads that spin briefly, then yield, serve an engine beside a dashboard best.
 os.environ.setdefault("GOMP_SPINCOUNT", "2000")
 os.environ.pop("OMP_WAIT_POLICY", None)
 # Animations and a blinking cursor would make screens depend on the moment they are looked at.
@@ -24,8 +23,8 @@ settings.load_profile("kvtop")
 
 
 @pytest.fixture(autouse=True)
-def clean_user(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """No config, themes, log or KVTOP_ variable of whoever runs the tests; the cache of models stays theirs."""
+def clean_user(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """No config, theme, log or KVTOP_ variable of whoever runs the tests; the model cache stays theirs."""
     home = tmp_path_factory.mktemp("user")
     monkeypatch.setenv("XDG_CONFIG_HOME", str(home / "config"))
     monkeypatch.setenv("XDG_STATE_HOME", str(home / "state"))
@@ -34,7 +33,7 @@ def clean_user(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Mon
             monkeypatch.delenv(name)
     for name in ("NO_COLOR", "HF_ENDPOINT", "COLORTERM"):
         monkeypatch.delenv(name, raising=False)
-    yield home
+    return home
 
 
 @pytest.fixture(scope="session")
