@@ -30,7 +30,7 @@ _COLUMNS = (
     Column("", 14, grow=4, keep=2),
 )
 _ORDER = {"running": 0, "preempted": 1, "queued": 2, "finished": 3}
-_BAR = 8
+_BAR = 6
 _STATES = {"running": "decode", "queued": "waiting"}
 
 
