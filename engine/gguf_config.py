@@ -50,14 +50,19 @@ def hf_name(name: str) -> str | None:
 
 
 def from_gguf(
-    metadata: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], rope_factors: np.ndarray | None, name: str
+    metadata: Mapping[str, Any],
+    shapes: Mapping[str, tuple[int, ...]],
+    rope_factors: np.ndarray | None,
+    name: str,
 ) -> ModelConfig:
     """See ModelConfig.from_gguf."""
     keys = Keys(metadata, "GGUF metadata")
     gguf_architecture = keys.get("general.architecture", str)
     architecture = ARCHITECTURES.get(gguf_architecture)
     if architecture is None:
-        raise SetupError(f"GGUF architecture {gguf_architecture:.40} is not supported; kvtop runs {SUPPORTED}")
+        raise SetupError(
+            f"GGUF architecture {gguf_architecture:.40} is not supported; kvtop runs {SUPPORTED}"
+        )
     prefix = gguf_architecture + "."
     if metadata.get("split.count", 1) not in (0, 1):
         raise SetupError("this GGUF is one part of a split; merge the parts with llama-gguf-split --merge")
@@ -75,10 +80,11 @@ def from_gguf(
     positions = keys.count(prefix + "context_length", limit=1 << 30)
     window = keys.get(prefix + "attention.sliding_window", int, 0)
     if 0 < window < positions:
-        raise SetupError(f"GGUF metadata: sliding_window {window} under a context of {positions} is not implemented")
+        raise SetupError(
+            f"GGUF metadata: sliding_window {window} under a context of {positions} is not implemented"
+        )
     if "token_embd.weight" not in shapes:
         raise SetupError("this GGUF has no token_embd.weight: not a language model, or only a part of one")
-    eos = [metadata.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot")]
     return ModelConfig(
         architecture=architecture,
         vocab_size=shapes["token_embd.weight"][0],
@@ -96,11 +102,17 @@ def from_gguf(
         o_bias="blk.0.attn_output.bias" in shapes,
         mlp_bias="blk.0.ffn_up.bias" in shapes,
         qk_norm="blk.0.attn_q_norm.weight" in shapes,
-        eos_token_ids=tuple(dict.fromkeys(i for i in eos if isinstance(i, int))),
+        eos_token_ids=eos_token_ids(metadata),
         bos_token_id=keys.get("tokenizer.ggml.bos_token_id", int, None),
         name=name or keys.get("general.name", str, ""),
         generation=_generation(keys),
     )
+
+
+def eos_token_ids(metadata: Mapping[str, Any]) -> tuple[int, ...]:
+    """Ids that end an answer: end of text and, where the file has one, end of turn."""
+    ids = [metadata.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot")]
+    return tuple(dict.fromkeys(i for i in ids if isinstance(i, int)))
 
 
 def _rope(keys: Keys, prefix: str, positions: int, head_dim: int, factors: np.ndarray | None) -> RopeConfig:
@@ -121,7 +133,9 @@ def _rope(keys: Keys, prefix: str, positions: int, head_dim: int, factors: np.nd
         return RopeConfig(
             theta, "yarn", factor, original_max_position=original, beta_fast=beta_fast, beta_slow=beta_slow
         )
-    raise SetupError(f"GGUF metadata: RoPE scaling {kind:.40} is not implemented; kvtop has linear, llama3, yarn")
+    raise SetupError(
+        f"GGUF metadata: RoPE scaling {kind:.40} is not implemented; kvtop has linear, llama3, yarn"
+    )
 
 
 def llama3_factors(theta: float, head_dim: int, factor: float, original: int) -> np.ndarray:
@@ -141,7 +155,9 @@ def _llama3(theta: float, head_dim: int, factors: np.ndarray) -> RopeConfig:
         for original in (8192, 4096, 16384, 32768):
             if np.allclose(factors, llama3_factors(theta, head_dim, factor, original), rtol=1e-3):
                 return RopeConfig(theta, "llama3", factor, 1.0, 4.0, original)
-    raise SetupError(f"GGUF: the factors in {ROPE_FACTORS} are not Llama-3's; other RoPE scaling is not implemented")
+    raise SetupError(
+        f"GGUF: the factors in {ROPE_FACTORS} are not Llama-3's; other RoPE scaling is not implemented"
+    )
 
 
 def _generation(keys: Keys) -> dict[str, Any]:

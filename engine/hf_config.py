@@ -72,17 +72,21 @@ def from_hf(config: Mapping[str, Any], generation: Mapping[str, Any] | None, nam
     hidden = keys.count("hidden_size")
     kv_heads = keys.count("num_key_value_heads", 8 if architecture == "mistral" else heads)
     if heads % kv_heads:
-        raise SetupError(f"config.json: num_attention_heads {heads} is no multiple of num_key_value_heads {kv_heads}")
+        raise SetupError(
+            f"config.json: num_attention_heads {heads} is no multiple of num_key_value_heads {kv_heads}"
+        )
     head_dim = keys.count("head_dim", 128 if architecture == "qwen3" and "head_dim" not in config else None)
     if head_dim is None:
         if hidden % heads:
-            raise SetupError(f"config.json: hidden_size {hidden} is no multiple of num_attention_heads {heads}")
+            raise SetupError(
+                f"config.json: hidden_size {hidden} is no multiple of num_attention_heads {heads}"
+            )
         head_dim = hidden // heads
     layers = keys.count("num_hidden_layers", limit=4096)
     positions = keys.count("max_position_embeddings", limit=1 << 30)
     _refuse_window(keys, architecture, layers, positions)
     bias = architecture in ("llama", "qwen3") and keys.get("attention_bias", bool, False)
-    eos = _eos_ids(generation, "generation_config.json") or _eos_ids(config, "config.json")
+    eos = eos_token_ids(config, generation)
     return ModelConfig(
         architecture=architecture,
         vocab_size=keys.count("vocab_size"),
@@ -125,7 +129,9 @@ def _refuse_quantised(config: Mapping[str, Any]) -> None:
     quantised = config.get("quantization_config")
     if quantised is not None:
         method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
-        raise SetupError(f"the weights are quantised ({method!s:.30}); use the unquantised model or a GGUF of it")
+        raise SetupError(
+            f"the weights are quantised ({method!s:.30}); use the unquantised model or a GGUF of it"
+        )
 
 
 def _refuse_window(keys: Keys, architecture: Architecture, layers: int, positions: int) -> None:
@@ -142,7 +148,10 @@ def _refuse_window(keys: Keys, architecture: Architecture, layers: int, position
         if kinds is not None:
             used = any(kind != "full_attention" for kind in kinds)
         else:
-            used = keys.get("use_sliding_window", bool, False) and keys.get("max_window_layers", int, 28) < layers
+            used = (
+                keys.get("use_sliding_window", bool, False)
+                and keys.get("max_window_layers", int, 28) < layers
+            )
     if used and window < positions:
         raise SetupError(
             f"sliding_window {window} under a context of {positions} is not implemented; "
@@ -156,11 +165,15 @@ def _rope(keys: Keys, positions: int) -> RopeConfig:
     rope = Keys(raw, "config.json, RoPE")
     kind = rope.get("rope_type", str, None) or rope.get("type", str, "default")
     if kind not in _ROPE_KINDS:
-        raise SetupError(f"config.json: RoPE type {kind:.40} is not implemented; kvtop has {', '.join(_ROPE_KINDS)}")
+        raise SetupError(
+            f"config.json: RoPE type {kind:.40} is not implemented; kvtop has {', '.join(_ROPE_KINDS)}"
+        )
     for source in (rope, keys):
         part = source.positive("partial_rotary_factor", 1.0)
         if part != 1.0:
-            raise SetupError(f"config.json: partial_rotary_factor {part} is not implemented; kvtop rotates whole heads")
+            raise SetupError(
+                f"config.json: partial_rotary_factor {part} is not implemented; kvtop rotates whole heads"
+            )
     theta = rope.positive("rope_theta", None) or keys.positive("rope_theta", 10_000.0)
     if kind == "default":
         return RopeConfig(theta=theta)
@@ -184,8 +197,13 @@ def _rope(keys: Keys, positions: int) -> RopeConfig:
     )
 
 
+def eos_token_ids(config: Mapping[str, Any] | None, generation: Mapping[str, Any] | None) -> tuple[int, ...]:
+    """Ids that end an answer; generation_config wins, as in transformers' generate."""
+    return _eos_ids(generation, "generation_config.json") or _eos_ids(config, "config.json")
+
+
 def _eos_ids(config: Mapping[str, Any] | None, where: str) -> tuple[int, ...]:
-    """eos_token_id is an int or a list of them; generation_config wins, as in transformers' generate."""
+    """eos_token_id is an int or a list of them."""
     value = (config or {}).get("eos_token_id")
     ids = [] if value is None else value if isinstance(value, list) else [value]
     if any(type(i) is not int or i < 0 for i in ids):

@@ -1,0 +1,219 @@
+"""Conversation: a chat as token ids that only grow, so that history hits the prefix cache.
+
+Invariant: the ids of a turn begin with the ids held so far (prompt and answer of the last turn, as they were
+computed) whenever the template renders the history as the text held; old text is never encoded again, since
+its tokens might differ from the sampled ones. Otherwise (Qwen3's template drops earlier thinking) the whole
+history is rendered anew and the turn says so. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+Span = tuple[int, int, str, str]
+"""(start, end, role, name) in tokens; role is template, system, user or assistant, name an attached file's."""
+
+
+class ChatTokenizer(Protocol):
+    """What a conversation needs of engine.tokenizer.Tokenizer."""
+
+    eos_ids: frozenset[int]
+
+    @property
+    def has_chat_template(self) -> bool: ...
+    def encode(self, text: str, special: bool = False) -> list[int]: ...
+    def encode_ends(self, text: str) -> tuple[list[int], list[int]]: ...
+    def token_bytes(self, token_id: int) -> bytes: ...
+    def render(self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool) -> str: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """The whole prompt of the next request. `spans` cover it without gaps, in order."""
+
+    token_ids: list[int]
+    spans: list[Span]
+    rewrote_history: bool
+    """The history's tokens are not those of the last turn: the cache loses what follows the change."""
+
+
+@dataclass(slots=True)
+class _Held:
+    """What was or will be computed: ids, their text as the template has to repeat it, and whose they are."""
+
+    ids: list[int]
+    text: str
+    spans: list[Span]
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Someone's words, as they go into the template."""
+
+    role: str
+    text: str
+    name: str = ""
+
+
+class Conversation:
+    """One chat. turn() and commit() alternate; a turn that is not committed leaves no trace."""
+
+    def __init__(self, tokenizer: ChatTokenizer, system: str | None = None, system_name: str = "") -> None:
+        self._tokenizer = tokenizer
+        self._pieces = [] if system is None else [_Piece("system", system, system_name)]
+        self._held: _Held | None = None
+        self._asked: tuple[_Piece, _Held] | None = None
+
+    @property
+    def num_turns(self) -> int:
+        """Committed turns."""
+        return sum(piece.role == "assistant" for piece in self._pieces)
+
+    def turn(self, text: str) -> Turn:
+        """The prompt that asks `text` after everything committed. Raises ValueError where the template does."""
+        question = _Piece("user", text)
+        if self._tokenizer.has_chat_template:
+            held, rewrote = self._templated([*self._pieces, question])
+        else:
+            held, rewrote = self._plain(question), False
+        self._asked = question, held
+        return Turn(list(held.ids), list(held.spans), rewrote)
+
+    def commit(self, output_ids: Sequence[int], text: str, finish_reason: str) -> None:
+        """Add the answer to the last turn: the ids sampled (a stop string's and EOS included) and its text as
+        shown. Without ids, or after an error, the conversation stays as it was before the turn."""
+        if self._asked is None:
+            return
+        question, held = self._asked
+        self._asked = None
+        if not output_ids or finish_reason in ("error", "refused"):
+            return
+        ended = output_ids[-1] in self._tokenizer.eos_ids
+        start, end = len(held.ids), len(held.ids) + len(output_ids)
+        held.ids.extend(output_ids)
+        held.spans = _joined([*held.spans, (start, end - ended, "assistant", ""), (end - ended, end, "template", "")])
+        # what a stop string cut from the text stays in the ids; the template only sees the text
+        held.text += text
+        if ended:
+            held.text += self._tokenizer.token_bytes(output_ids[-1]).decode("utf-8", "replace")
+        self._pieces += [question, _Piece("assistant", text)]
+        self._held = held
+
+    def cost_of_trimming(self, text: str) -> tuple[int, int] | None:
+        """(prompt tokens, of which to compute) if `text` was asked without the oldest question and its answer:
+        the template is rendered anew, and only what stands before them stays cached. None: nothing to leave out."""
+        first = next((i for i, piece in enumerate(self._pieces) if piece.role == "user"), None)
+        if first is None or self._held is None or not self._tokenizer.has_chat_template:
+            return None
+        kept = [*self._pieces[:first], *self._pieces[first + 2 :], _Piece("user", text)]
+        ids = self._tokenizer.encode(_render(self._tokenizer, kept)[0])
+        same = next((i for i, (a, b) in enumerate(zip(ids, self._held.ids, strict=False)) if a != b), len(ids))
+        return len(ids), len(ids) - same
+
+    def _templated(self, pieces: list[_Piece]) -> tuple[_Held, bool]:
+        rendered, parts = _render(self._tokenizer, pieces)
+        held = self._held
+        start = 0
+        ids: list[int] = []
+        spans: list[Span] = []
+        if held is not None and rendered.startswith(held.text):
+            start, ids, spans = len(held.text), held.ids, held.spans
+        new_ids, ends = self._tokenizer.encode_ends(rendered[start:])
+        new_spans = _token_spans(parts, [start + end for end in ends], len(ids))
+        return _Held([*ids, *new_ids], rendered, _joined([*spans, *new_spans])), held is not None and not ids
+
+    def _plain(self, question: _Piece) -> _Held:
+        """No template: the texts follow one another, after the model's begin-of-text token."""
+        encode = self._tokenizer.encode
+        held = self._held or _Held(encode("", special=True), "", [])
+        ids = list(held.ids)
+        spans = list(held.spans) if held.spans else [(0, len(ids), "template", "")]
+        for piece in [*([] if self._held else self._pieces), question]:
+            start = len(ids)
+            ids += encode(piece.text)
+            spans.append((start, len(ids), piece.role, piece.name))
+        return _Held(ids, held.text, _joined(spans))
+
+
+# ------------------------------------------------------------------ rendering, and whose words are where
+
+
+def _render(tokenizer: ChatTokenizer, pieces: Sequence[_Piece]) -> tuple[str, list[tuple[int, str, str]]]:
+    """The text, and its parts as (end in characters, role, name) in order. A template that refuses a system
+    message gets its text before the first question."""
+    messages = [{"role": piece.role, "content": piece.text} for piece in pieces]
+    # the same chat with marks for words shows what the template itself says between them
+    marked = [{"role": piece.role, "content": f"\ue000{i}\ue001"} for i, piece in enumerate(pieces)]
+    try:
+        text = tokenizer.render(messages, True)
+    except ValueError:
+        if len(pieces) < 2 or pieces[0].role != "system":
+            raise
+        messages, marked = _without_system(messages), _without_system(marked)
+        text = tokenizer.render(messages, True)
+    try:
+        frame = tokenizer.render(marked, True)
+    except ValueError:  # a template that judges the words themselves
+        frame = ""
+    return text, _parts(text, frame, pieces)
+
+
+def _without_system(messages: list[dict[str, str]]) -> list[dict[str, str]]:
+    system, first, *others = messages
+    return [{**first, "content": f"{system['content']}\n\n{first['content']}"}, *others]
+
+
+def _parts(text: str, frame: str, pieces: Sequence[_Piece]) -> list[tuple[int, str, str]]:
+    """Walk the text along the frame: the template's own words, then someone's (perhaps trimmed), and so on."""
+    parts: list[tuple[int, str, str]] = []
+    position = 0
+    for i, piece in enumerate(pieces):
+        mark = f"\ue000{i}\ue001"
+        before, found, frame = frame.partition(mark)
+        if not found:
+            frame = before
+            continue
+        if not text.startswith(before, position):
+            break
+        position += len(before)
+        parts.append((position, "template", ""))
+        after = frame.partition("\ue000")[0]
+        for words in (piece.text, piece.text.strip()):
+            if text.startswith(words + after, position):
+                position += len(words)
+                break
+        else:  # the template shortened the words (thinking left out): they end where it speaks again
+            end = text.find(after, position) if after else -1
+            if end < 0:
+                break
+            position = end
+        parts.append((position, piece.role, piece.name))
+    return [*parts, (len(text), "template", "")]
+
+
+def _token_spans(parts: list[tuple[int, str, str]], ends: list[int], first: int) -> list[Span]:
+    """Spans of tokens that end at `ends` (characters), numbered from `first`: a token across a border belongs
+    to the part of its last character."""
+    spans: list[Span] = []
+    part = last = 0
+    for i, end in enumerate(ends):
+        last = max(last, end)  # some post-processors trim spaces off the offsets
+        while part < len(parts) - 1 and last > parts[part][0]:
+            part += 1
+        spans.append((first + i, first + i + 1, parts[part][1], parts[part][2]))
+    return spans
+
+
+def _joined(spans: Sequence[Span]) -> list[Span]:
+    """Neighbours of the same role and name become one; empty ones go."""
+    joined: list[Span] = []
+    for start, end, role, name in spans:
+        if start == end:
+            continue
+        if joined and joined[-1][2:] == (role, name):
+            joined[-1] = (joined[-1][0], end, role, name)
+        else:
+            joined.append((start, end, role, name))
+    return joined

@@ -1,0 +1,76 @@
+"""Chat templates: Jinja2 in transformers' sandbox, without importing transformers.
+
+Invariant: for the same template, messages and special tokens the text is the one that
+transformers' apply_chat_template renders. Templates are foreign code: they run in the immutable sandbox and
+see plain strings only. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+
+class TemplateRefused(ValueError):
+    """The template raised, or is no valid Jinja; one line."""
+
+
+class _Generation(jinja2.ext.Extension):
+    """`{% generation %}` marks the assistant's words for training; here it is only its body."""
+
+    tags = {"generation"}  # noqa: RUF012 - jinja's own declaration
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def compile_template(source: str) -> Callable[[Sequence[Mapping[str, str]], bool, Mapping[str, str]], str]:
+    """render(messages, add_generation_prompt, special tokens by name) -> text. Raises TemplateRefused."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    try:
+        template = environment.from_string(source)
+    except jinja2.TemplateError as error:
+        raise TemplateRefused(f"the model's chat template is not valid: {_line(error)}") from error
+
+    def render(messages: Sequence[Mapping[str, str]], prompt: bool, special: Mapping[str, str]) -> str:
+        try:
+            return template.render(
+                messages=[dict(message) for message in messages],
+                tools=None,
+                documents=None,
+                add_generation_prompt=prompt,
+                **special,
+            )
+        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError, RecursionError) as error:
+            raise TemplateRefused(f"the model's chat template refuses this: {_line(error)}") from error
+
+    return render
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())[:120] or type(error).__name__
+
+
+def _raise(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _tojson(
+    value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    """Jinja's own would escape for HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
