@@ -119,10 +119,12 @@ def test_requests_agree_with_what_the_engine_says_at_their_end() -> None:
         state.apply(batch)
     finished = [e for b in batches for e in b.events if isinstance(e, ev.RequestFinished)]
     assert len(finished) == len(state.requests) > 20
-    assert not state.running and not state.waiting
+    assert not state.running
+    assert not state.waiting
     for e in finished:
         view = state.requests[e.request_id]
-        assert view.phase == "finished" and view.finish_reason == e.reason
+        assert view.phase == "finished"
+        assert view.finish_reason == e.reason
         assert view.cached_tokens == e.usage.cached_tokens
         assert view.preemptions == e.usage.preemptions
         assert view.summary()["output_tokens"] == e.usage.output_tokens
@@ -175,7 +177,8 @@ def test_a_copy_goes_on_alone_and_restore_brings_it_back() -> None:
     end = fingerprint(state)
     generation = state.generation
     state.restore(kept)
-    assert fingerprint(state) == before and state.generation > generation
+    assert fingerprint(state) == before
+    assert state.generation > generation
     for batch in batches[half:]:
         state.apply(batch)
     assert fingerprint(state) == end
@@ -230,8 +233,10 @@ def test_seconds_that_slow_motion_added_stay_out_of_the_latencies() -> None:
     for a, b in zip(batches, slow, strict=True):
         fast_state.apply(a)
         slow_state.apply(b)
-    assert len(fast_state.series.itl) > 50 and len(fast_state.series.ttft) > 10
-    assert not len(slow_state.series.itl) and not len(slow_state.series.ttft)
+    assert len(fast_state.series.itl) > 50
+    assert len(fast_state.series.ttft) > 10
+    assert not len(slow_state.series.itl)
+    assert not len(slow_state.series.ttft)
     assert slow_state.output_tokens == fast_state.output_tokens
 
 
@@ -248,7 +253,8 @@ def test_a_lost_batch_is_counted_and_the_next_snapshot_heals() -> None:
         if not lost <= i < lost + 3:
             holed.apply(batch)
         if i == lost + 3:
-            assert holed.losses == 3 and not holed.synced
+            assert holed.losses == 3
+            assert not holed.synced
         if i == snapshots[1]:
             assert holed.synced
         if i >= snapshots[1]:
@@ -293,7 +299,8 @@ def test_an_impossible_pool_event_is_refused(event: ev.Event, law: str) -> None:
     with pytest.raises(StateError, match=law):
         state.apply(batch)
     loose.apply(batch)
-    assert loose.losses == 1 and not loose.synced
+    assert loose.losses == 1
+    assert not loose.synced
 
 
 def test_a_hostile_pool_size_is_not_believed() -> None:
@@ -302,13 +309,15 @@ def test_a_hostile_pool_size_is_not_believed() -> None:
     state = DashboardState()
     state.apply(storm.batches[0])
     state.apply(msgspec.structs.replace(storm.batches[1], events=[begin]))
-    assert state.losses == 1 and state.num_blocks == 0
+    assert state.losses == 1
+    assert state.num_blocks == 0
 
 
 def test_unknown_events_are_skipped_and_counted() -> None:
     state = DashboardState(strict=True)
     state.apply(ev.StepBatch(0, 0.0, 0, 0, [ev.UnknownEvent("Teleported"), ev.ModelLoading(1, 2, "x")]))
-    assert state.unknown == {"Teleported": 1} and state.loading is not None
+    assert state.unknown == {"Teleported": 1}
+    assert state.loading is not None
 
 
 # ------------------------------------------------------------------------------------------ blocks
@@ -324,11 +333,17 @@ def test_a_block_tells_its_owners_text_and_place() -> None:
     first, second = state.table(rid)
     info = state.block(first)
     assert (info.ref, info.state, info.fill) == (1, BlockState.ACTIVE, 4)
-    assert info.token_ids == (5, 6, 7, 8) and info.text == "fghi"
-    assert info.owners == [(rid, 0)] and info.last_owner == rid and info.eviction_place is None
+    assert info.token_ids == (5, 6, 7, 8)
+    assert info.text == "fghi"
+    assert info.owners == [(rid, 0)]
+    assert info.last_owner == rid
+    assert info.eviction_place is None
     assert info.parent == state.history.root
     half = state.block(second)
-    assert half.state is BlockState.FILLING and half.fill == 2 and half.text == "jk" and half.hash is None
+    assert half.state is BlockState.FILLING
+    assert half.fill == 2
+    assert half.text == "jk"
+    assert half.hash is None
     seen = len(storm.batches)
     storm.drain()
     for batch in storm.batches[seen:]:
@@ -350,9 +365,12 @@ def test_an_evicted_content_is_remembered_with_who_took_it() -> None:
     for batch in storm.batches:
         state.apply(batch)
     moment = next(m for m in state.moments if m.kind == "evicted")
-    assert moment.request_id == b and state.requests[b].evicted_ids == list(moment.ids)
+    assert moment.request_id == b
+    assert state.requests[b].evicted_ids == list(moment.ids)
     record = state.stored(moment.hashes[0])
-    assert record is not None and record.gone is not None and record.gone.why == "reallocated"
+    assert record is not None
+    assert record.gone is not None
+    assert record.gone.why == "reallocated"
     assert state.request_of(record.gone.by_seq or 0) == b
     assert state.text_of(record.token_ids) == "bcde"
     assert state.requests[a].evicted_ids == []
@@ -366,7 +384,9 @@ def test_history_stays_bounded() -> None:
     history.limit = 5
     live = set(state.pool.mirror.where)
     history._trim()
-    assert live <= set(history._records) and len(history) <= max(5, len(live))
+    assert live <= set(history._records)
+    assert len(history) <= max(5, len(live))
     for h in live:
         record = history.get(h)
-        assert record is not None and record in history.children(record.parent)
+        assert record is not None
+        assert record in history.children(record.parent)

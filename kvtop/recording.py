@@ -1,0 +1,139 @@
+"""The file format of recordings: one header line, then one StepBatch a line, plain or gzip.
+
+Owns the header and the reading. Invariant: whatever a file contains, a reader gets either batches or one
+RecordingError of one line that names the line number; lengths are bounded before anything is believed.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+import msgspec
+
+from engine import SetupError
+from engine.events import SCHEMA, StepBatch, decode_batch
+from kvtop import __version__
+from kvtop.text import cut, safe_text
+
+LONGEST_LINE = 256 << 20
+"""Bytes. A snapshot of a million blocks takes about 40 MB."""
+
+
+class RecordingError(SetupError):
+    """A file that cannot be read as a recording, or not to its end. `line` counts from 1, 0 is none."""
+
+    def __init__(self, path: Path, what: str, line: int = 0) -> None:
+        where = f"{safe_text(path.name)[-60:]}" + (f": line {line:,}" if line else "")
+        super().__init__(cut(f"{where}: {safe_text(what)}", 200))
+        self.line = line
+
+
+class Header(msgspec.Struct):
+    """First line of a recording: the version that wrote it and the major version of its events."""
+
+    kvtop: str
+    schema: int
+
+
+def header_line() -> bytes:
+    """What a recording begins with, newline included."""
+    return msgspec.json.encode(Header(__version__, SCHEMA)) + b"\n"
+
+
+def read(path: str | Path) -> Iterator[StepBatch]:
+    """Batches in order. Raises RecordingError when it cannot be opened, is no recording, has a newer
+    schema, or as soon as a line cannot be read (a file cut off in the middle of one, for example)."""
+    path = Path(path)
+    with open_recording(path) as file:
+        for number, line in lines(path, file):
+            yield parse(path, number, line)
+
+
+@contextmanager
+def open_recording(path: Path) -> Iterator[BinaryIO]:
+    """The file after its header, uncompressed. Raises RecordingError."""
+    try:
+        raw = path.open("rb")
+    except OSError as error:
+        raise RecordingError(path, f"cannot be opened: {error.strerror or error}") from None
+    with raw:
+        file: BinaryIO = raw
+        if _peek(path, raw) == b"\x1f\x8b":
+            file = io.BufferedReader(gzip.GzipFile(fileobj=raw), 1 << 20)  # type: ignore[arg-type, assignment]
+        _check_header(path, _line(path, file, 1))
+        yield file
+
+
+def lines(path: Path, file: BinaryIO, first: int = 2) -> Iterator[tuple[int, bytes]]:
+    """(line number, line without its newline) of the rest of `file`. Raises RecordingError."""
+    number = first
+    while line := _line(path, file, number):
+        if not line.endswith(b"\n") and not _is_whole(line):
+            raise RecordingError(path, "is cut off; the recording did not end properly", number)
+        if line.strip():
+            yield number, line.rstrip(b"\r\n")
+        number += 1
+
+
+def parse(path: Path, number: int, line: bytes) -> StepBatch:
+    """One line. Raises RecordingError."""
+    try:
+        return decode_batch(line)
+    except (msgspec.DecodeError, RecursionError, ValueError) as error:
+        raise RecordingError(path, f"is not a batch of events: {error}", number) from None
+
+
+def _peek(path: Path, raw: BinaryIO) -> bytes:
+    try:
+        start = raw.read(2)
+        raw.seek(0)
+    except OSError as error:
+        raise RecordingError(path, f"cannot be read: {error.strerror or error}") from None
+    return start
+
+
+def _line(path: Path, file: BinaryIO, number: int) -> bytes:
+    try:
+        line = file.readline(LONGEST_LINE)
+    except EOFError:
+        raise RecordingError(path, "the compressed file ends too early", number) from None
+    except (gzip.BadGzipFile, zlib.error) as error:
+        raise RecordingError(path, f"the compressed file is damaged: {error}", number) from None
+    except OSError as error:
+        raise RecordingError(path, f"cannot be read: {error.strerror or error}", number) from None
+    if len(line) == LONGEST_LINE:
+        raise RecordingError(path, f"is longer than {LONGEST_LINE >> 20} MiB", number)
+    return line
+
+
+def _is_whole(line: bytes) -> bool:
+    try:
+        msgspec.json.decode(line)
+    except (msgspec.DecodeError, RecursionError):
+        return False
+    return True
+
+
+def _check_header(path: Path, line: bytes) -> None:
+    if not line:
+        raise RecordingError(path, "is empty")
+    try:
+        header = msgspec.json.decode(line, type=Header)
+    except (msgspec.DecodeError, RecursionError):
+        raise RecordingError(
+            path, 'is not a kvtop recording: its first line is no {"kvtop":…,"schema":…}'
+        ) from None
+    if header.schema > SCHEMA:
+        raise RecordingError(
+            path,
+            f"was written by kvtop {header.kvtop[:20]} with schema {header.schema}; this kvtop "
+            f"({__version__}) reads up to schema {SCHEMA}: update it",
+        )
+    if header.schema < 1:
+        raise RecordingError(path, f"claims schema {header.schema}, which never was")

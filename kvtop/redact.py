@@ -1,0 +1,88 @@
+"""Redactor: the same stream without what was said.
+
+Owns what is private: prompt, sampled and stored token ids, pieces, text, names, stop strings, messages and
+the hash seed. Hashes are keyed anew, each always to the same value, so that a redacted stream still
+replays and verifies; only recomputing hashes is no longer possible, and nobody can confirm a guess
+of the text by hashing it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+from msgspec.structs import replace
+
+from engine import events as ev
+
+
+class Redactor:
+    """Call with each batch in order."""
+
+    def __init__(self) -> None:
+        self._key = secrets.token_bytes(32)
+
+    def __call__(self, batch: ev.StepBatch) -> ev.StepBatch:
+        """The batch with every private field emptied."""
+        rules = self._rules
+        events = [rules[type(e)](self, e) if type(e) in rules else e for e in batch.events]
+        return replace(batch, events=events)
+
+    def _hash(self, h: str) -> str:
+        return hashlib.blake2b(bytes.fromhex(h), digest_size=16, key=self._key).hexdigest()
+
+    def _hashes(self, hashes: list[str]) -> list[str]:
+        return [self._hash(h) for h in hashes]
+
+    def _salt(self, salt: str | None) -> str | None:
+        return None if salt is None else self._hash(salt)
+
+    def _started(self, e: ev.EngineStarted) -> ev.EngineStarted:
+        return replace(e, hash_seed=None, capabilities=[c for c in e.capabilities if c != "text"])
+
+    def _queued(self, e: ev.RequestQueued) -> ev.RequestQueued:
+        # The spans keep telling how long the prompt was; without any, one does.
+        spans = [(start, end, role, "") for start, end, role, _ in e.spans]
+        if not spans and e.prompt_token_ids:
+            spans = [(0, len(e.prompt_token_ids), "user", "")]
+        params = {k: v for k, v in e.params.items() if k not in ("stop", "stop_token_ids")}
+        return replace(e, prompt_token_ids=[], salt=self._salt(e.salt), spans=spans, params=params)
+
+    def _stored(self, e: ev.BlocksStored) -> ev.BlocksStored:
+        return replace(
+            e,
+            hashes=self._hashes(e.hashes),
+            parent=self._hash(e.parent),
+            token_ids=[],
+            salt=self._salt(e.salt),
+        )
+
+    def _keyed(self, e: Any) -> Any:
+        return replace(e, hashes=self._hashes(e.hashes))
+
+    def _sampled(self, e: ev.TokensSampled) -> ev.TokensSampled:
+        return replace(e, token_ids=[], text=[""] * len(e.text))
+
+    def _pieces(self, e: ev.TokenPieces) -> ev.TokenPieces:
+        return replace(e, ids=[], bytes=[])
+
+    def _finished(self, e: ev.RequestFinished) -> ev.RequestFinished:
+        return replace(e, error=None if e.error is None else "redacted")
+
+    def _error(self, e: ev.EngineError) -> ev.EngineError:
+        return replace(e, message="redacted")
+
+    _rules: ClassVar[dict[type, Callable[[Redactor, Any], Any]]] = {
+        ev.EngineStarted: _started,
+        ev.RequestQueued: _queued,
+        ev.BlocksStored: _stored,
+        ev.BlocksEvicted: _keyed,
+        ev.PoolSnapshot: _keyed,
+        ev.PrefixLookup: _keyed,
+        ev.TokensSampled: _sampled,
+        ev.TokenPieces: _pieces,
+        ev.RequestFinished: _finished,
+        ev.EngineError: _error,
+    }
