@@ -29,9 +29,9 @@ $(READY): pyproject.toml
 	@test -x $(BIN)/python || test -n "$(PYTHON)" || \
 		{ echo 'kvtop needs Python 3.11 or newer; name one with: make setup PYTHON=/path/to/python3' >&2; exit 2; }
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV) || \
-		{ $(PYTHON) -m venv --without-pip $(VENV) && $(PYTHON) -m pip --python $(BIN)/python install --quiet pip; }
+		{ $(PYTHON) -m venv --without-pip $(VENV) && $(PYTHON) -m pip --python $(BIN)/python install -qq pip; }
 	@echo 'installing into $(VENV): the first time takes a few minutes'
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check --editable '.[dev]'
 	@touch $@
 
 run: $(READY)
