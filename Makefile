@@ -26,7 +26,7 @@ setup: $(READY)
 
 # Where Python comes without ensurepip (Debian without python3-venv), pip fills the venv from outside.
 $(READY): pyproject.toml
-	@test -x $(BIN)/python || test -n "$(PYTHON)" || \
+	@test -x $(BIN)/python || $(or $(PYTHON),false) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo 'kvtop needs Python 3.11 or newer; name one with: make setup PYTHON=/path/to/python3' >&2; exit 2; }
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV) || \
 		{ $(PYTHON) -m venv --without-pip $(VENV) && $(PYTHON) -m pip --python $(BIN)/python install -qq pip; }
