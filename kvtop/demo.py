@@ -11,7 +11,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import queue
-import statistics
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from engine import Engine, EngineConfig, SamplingParams, SetupError
-from engine.events import StepBatch
+from engine.events import StepBatch, to_runs
 
 if TYPE_CHECKING:
     from kvtop.state import DashboardState, RequestView
@@ -90,7 +89,7 @@ class Stage:
 
     def finished(self, *request_ids: int) -> Until:
         """`yield stage.finished(a, b)`: wait until all of these requests are done."""
-        return Until(lambda: all([self._is_done(r) for r in request_ids]))
+        return Until(lambda: all(self._is_done(r) for r in request_ids))
 
     def request(self, request_id: int) -> RequestView:
         """What the events have said about a request so far. Raises KeyError before its RequestQueued."""
@@ -113,14 +112,17 @@ class Stage:
         return True
 
 
-def ms(seconds: Sequence[float]) -> list[float]:
-    """Seconds as milliseconds with 0.1 ms resolution."""
-    return [round(s * 1e3, 1) for s in seconds]
+def page(name: str, paragraphs: int | None = None) -> str:
+    """Text of a shipped page, such as "pages/tides.txt", or only its first paragraphs."""
+    text = (folder() / name).read_text(encoding="utf-8").strip()
+    return "\n\n".join(text.split("\n\n")[:paragraphs])
 
 
-def median(values: Sequence[float]) -> float:
-    """The middle value: one slow run must not decide a demo."""
-    return statistics.median(values)
+def runs(ids: Sequence[int]) -> str:
+    """[7, 8, 9, 4, 3] -> "7–9 4–3": long lists of blocks as people read them."""
+    pairs = to_runs(ids)
+    parts = zip(pairs[::2], pairs[1::2], strict=True)
+    return " ".join(f"{a}–{a + n - 1 if n > 0 else a + n + 1}" if abs(n) > 1 else str(a) for a, n in parts)
 
 
 # ---------------------------------------------------------------------------------- playing a script
@@ -174,6 +176,8 @@ class Performance:
         fatal = next((e for e in self.stage.state.errors if e.fatal), None)
         if fatal is not None:
             self._close(fatal.message)
+            return False
+        if self.stage.state.started is None:  # still loading: the script may ask how large the pool is
             return False
         if isinstance(self._step, Hold):
             return not self._hold
@@ -272,14 +276,15 @@ def run_headless(
 ) -> int:
     """Play `demo` without a terminal: captions go to `err`, the verdict is the last line of `out`.
 
-    sinks get every batch (a recorder), build is Engine's. Returns the exit code: 0, or 1 when a check
+    sinks get every batch (a recorder); build stands in for Engine's own (a toy in tests). Returns the exit code: 0, or 1 when a check
     failed. Raises SetupError when the engine cannot start.
     """
     from kvtop.state import DashboardState
 
     out, err = out or sys.stdout, err or sys.stderr
     batches: queue.SimpleQueue[StepBatch] = queue.SimpleQueue()
-    engine = Engine(demo.config(base), build=build)
+    config = demo.config(base)
+    engine = Engine(config) if build is None else Engine(config, build=build)
     for sink in (*sinks, batches.put):
         engine.subscribe(sink)
     state = DashboardState()
@@ -313,7 +318,8 @@ def verdict_text(verdict: Mapping[str, Any]) -> str:
     """The verdict for people: a line a check, then the sum."""
     checks = verdict["checks"]
     lines = [
-        f"{'ok ' if c['ok'] else 'NOT'}  {c['name']}: {c['got']}" + ("" if c["ok"] else f" (want {c['want']})")
+        f"{'ok ' if c['ok'] else 'NOT'}  {c['name']}: {c['got']}"
+        + ("" if c["ok"] else f" (want {c['want']})")
         for c in checks
     ]
     passed = sum(c["ok"] for c in checks)
