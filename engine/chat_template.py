@@ -55,7 +55,14 @@ def compile_template(source: str) -> Callable[[Sequence[Mapping[str, str]], bool
                 add_generation_prompt=prompt,
                 **special,
             )
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError, RecursionError) as error:
+        except (
+            jinja2.TemplateError,
+            TypeError,
+            ValueError,
+            KeyError,
+            AttributeError,
+            RecursionError,
+        ) as error:
             raise TemplateRefused(f"the model's chat template refuses this: {_line(error)}") from error
 
     return render
@@ -70,7 +77,13 @@ def _raise(message: str) -> None:
 
 
 def _tojson(
-    value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: Any = None,
+    sort_keys: bool = False,
 ) -> str:
     """Jinja's own would escape for HTML."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )

@@ -11,6 +11,7 @@ import math
 import mmap
 import struct
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -21,8 +22,17 @@ from engine.gguf_quants import LAYOUTS, layout_name
 from engine.hub import shorten
 
 _NUMBERS = {  # metadata value type -> numpy dtype
-    **{0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4"},
-    **{6: "<f4", 7: "?", 10: "<u8", 11: "<i8", 12: "<f8"},
+    0: "u1",
+    1: "i1",
+    2: "<u2",
+    3: "<i2",
+    4: "<u4",
+    5: "<i4",
+    6: "<f4",
+    7: "?",
+    10: "<u8",
+    11: "<i8",
+    12: "<f8",
 }
 _STRING, _ARRAY = 8, 9
 _LONGEST_STRING = 16 << 20
@@ -179,7 +189,9 @@ class _Header:
         shape = tuple(self.number("Q", name) for _ in range(dimensions))[::-1]
         return name, shape, self.number("I", name), self.number("Q", name)
 
-    def place(self, infos: list[tuple[str, tuple[int, ...], int, int]], metadata: dict[str, Any]) -> dict[str, Tensor]:
+    def place(
+        self, infos: list[tuple[str, tuple[int, ...], int, int]], metadata: dict[str, Any]
+    ) -> dict[str, Tensor]:
         """Tensors by name, each inside the file and clear of the others."""
         alignment = metadata.get("general.alignment", 32)
         if type(alignment) is not int or not 1 <= alignment <= 1 << 20 or alignment & (alignment - 1):
@@ -203,7 +215,7 @@ class _Header:
                 self.fail(f"tensor {name:.40} stands there twice")
             tensors[name] = tensor
         by_place = sorted(tensors.values(), key=lambda tensor: tensor.start)
-        for before, after in zip(by_place, by_place[1:], strict=False):
+        for before, after in pairwise(by_place):
             if before.start + before.size > after.start:
                 self.fail(f"tensors {before.name:.40} and {after.name:.40} overlap")
         return tensors

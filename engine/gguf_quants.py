@@ -17,8 +17,8 @@ Blocks = np.ndarray
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """A block: `values` numbers in `size` bytes. `decode` writes float32 [n, values] into its second argument;
-    None goes through the gguf package."""
+    """A block: `values` numbers in `size` bytes. `decode` writes float32 [n, values] into its second
+    argument; None goes through the gguf package."""
 
     name: str
     values: int
@@ -84,7 +84,11 @@ def _q8_0(blocks: Blocks, out: np.ndarray) -> None:
 
 
 def _of(name: str, values: int, decode: Callable[[Blocks, np.ndarray], None], *fields: tuple) -> Layout:
-    dtype = np.dtype(list(fields)) if isinstance(fields[0][0], str) and len(fields[0]) > 1 else np.dtype(fields[0][0])
+    dtype = (
+        np.dtype(list(fields))
+        if isinstance(fields[0][0], str) and len(fields[0]) > 1
+        else np.dtype(fields[0][0])
+    )
     return Layout(name, values, dtype.itemsize, dtype, decode)
 
 
@@ -108,7 +112,16 @@ LAYOUTS: dict[int, Layout] = {
 }
 """By GGML type number."""
 
-_OTHERS = {9: "Q8_1", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 20: "IQ4_NL", 21: "IQ3_S"}
+_OTHERS = {
+    9: "Q8_1",
+    15: "Q8_K",
+    16: "IQ2_XXS",
+    17: "IQ2_XS",
+    18: "IQ3_XXS",
+    19: "IQ1_S",
+    20: "IQ4_NL",
+    21: "IQ3_S",
+}
 _OTHERS |= {22: "IQ2_S", 23: "IQ4_XS", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4"}
 
 

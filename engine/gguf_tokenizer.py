@@ -57,7 +57,9 @@ def convert(metadata: Mapping[str, Any]) -> Converted:
     elif model == "llama":
         pipeline = _sentencepiece(metadata, tokens)
     else:
-        raise SetupError(f"GGUF tokenizer {model!s:.30} is not supported (gpt2 and llama are); use the safetensors")
+        raise SetupError(
+            f"GGUF tokenizer {model!s:.30} is not supported (gpt2 and llama are); use the safetensors"
+        )
     config = _config(metadata, tokens)
     tokenizer = {
         "version": "1.0",
@@ -99,7 +101,7 @@ def _byte_level(metadata: Mapping[str, Any], tokens: list[str]) -> dict[str, Any
 
 
 def _sentencepiece(metadata: Mapping[str, Any], tokens: list[str]) -> dict[str, Any]:
-    """As in tokenizer.json of Llama-2 and Mistral: every stretch between special tokens gets a space first."""
+    """As in tokenizer.json of Llama-2 and Mistral: each stretch between special tokens gets a space first."""
     prefix = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
     space = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
     unknown = metadata.get("tokenizer.ggml.unknown_token_id", 0)
@@ -132,7 +134,9 @@ def _merges(metadata: Mapping[str, Any]) -> list[list[str]]:
     merges = [merge.split(" ") for merge in metadata.get("tokenizer.ggml.merges", ())]
     for merge in merges:
         if len(merge) != 2:
-            raise SetupError(f"GGUF metadata: merge {' '.join(merge)!r:.40} is not two tokens; fetch it again")
+            raise SetupError(
+                f"GGUF metadata: merge {' '.join(merge)!r:.40} is not two tokens; fetch it again"
+            )
     return merges
 
 
@@ -141,11 +145,15 @@ def _merges_of(tokens: list[str], metadata: Mapping[str, Any]) -> list[list[str]
     score first (as in transformers' generate_merges)."""
     scores = metadata.get("tokenizer.ggml.scores")
     if scores is None or len(scores) != len(tokens):
-        raise SetupError("GGUF metadata: the tokenizer has neither merges nor a score for each token; fetch it again")
+        raise SetupError(
+            "GGUF metadata: the tokenizer has neither merges nor a score for each token; fetch it again"
+        )
     vocab = {token: index for index, token in enumerate(tokens)}
     found = []
     for token, score in zip(tokens, scores.tolist(), strict=True):
-        cuts = [(token[:i], token[i:]) for i in range(1, len(token)) if token[:i] in vocab and token[i:] in vocab]
+        cuts = [
+            (token[:i], token[i:]) for i in range(1, len(token)) if token[:i] in vocab and token[i:] in vocab
+        ]
         cuts.sort(key=lambda cut: (vocab[cut[0]], vocab[cut[1]]))
         found += [(score, left, right) for left, right in cuts]
     found.sort(key=lambda merge: (merge[0], len(merge[1]), len(merge[2])), reverse=True)
@@ -167,7 +175,12 @@ def _post_processor(metadata: Mapping[str, Any], tokens: list[str], model: str) 
     first = {"SpecialToken": {"id": bos, "type_id": 0}}
     text, pair = ({"Sequence": {"id": name, "type_id": 0}} for name in "AB")
     special = {bos: {"id": bos, "ids": [tokens.index(bos)], "tokens": [bos]}}
-    return {"type": "TemplateProcessing", "single": [first, text], "pair": [first, text, pair], "special_tokens": special}
+    return {
+        "type": "TemplateProcessing",
+        "single": [first, text],
+        "pair": [first, text, pair],
+        "special_tokens": special,
+    }
 
 
 def _config(metadata: Mapping[str, Any], tokens: list[str]) -> dict[str, Any]:

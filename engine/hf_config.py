@@ -33,7 +33,7 @@ class Keys:
         self.values, self.where = values, where
 
     def get(self, key: str, kind: type, default: Any = _MISSING) -> Any:
-        """The value of `key`; null counts as absent. An int is accepted for a float, a bool never for an int."""
+        """The value of `key`; null counts as absent. An int passes for a float, a bool never for an int."""
         value = self.values.get(key)
         if value is None:
             if default is _MISSING:
@@ -45,14 +45,14 @@ class Keys:
             raise SetupError(f"{self.where}: {key} must be {kind.__name__}, not {value!r:.60}")
         return value
 
-    def count(self, key: str, default: Any = _MISSING, limit: int = 1 << 24) -> int:
+    def count(self, key: str, default: Any = _MISSING, limit: int = 1 << 24) -> Any:
         """A positive int; `limit` keeps a hostile file from asking for absurd shapes."""
         value = self.get(key, int, default)
         if value is not None and not 0 < value <= limit:
             raise SetupError(f"{self.where}: {key} must be between 1 and {limit}, not {value}")
         return value
 
-    def positive(self, key: str, default: Any = _MISSING) -> float:
+    def positive(self, key: str, default: Any = _MISSING) -> Any:
         """A float above 0."""
         value = self.get(key, float, default)
         if value is not None and not 0 < value < float("inf"):
@@ -183,7 +183,7 @@ def _rope(keys: Keys, positions: int) -> RopeConfig:
     factor = rope.positive("factor", positions / original if kind == "yarn" else _MISSING)
     return RopeConfig(
         theta=theta,
-        kind=kind,  # type: ignore[arg-type]
+        kind=kind,
         factor=factor,
         low_freq_factor=rope.positive("low_freq_factor", _MISSING if kind == "llama3" else 1.0),
         high_freq_factor=rope.positive("high_freq_factor", _MISSING if kind == "llama3" else 4.0),

@@ -54,7 +54,9 @@ class ModelFiles:
     """Tensor name -> file name from the index; None where one file holds everything."""
 
 
-def resolve(model: str | None, *, revision: str | None = None, progress: Progress | None = None) -> ModelFiles:
+def resolve(
+    model: str | None, *, revision: str | None = None, progress: Progress | None = None
+) -> ModelFiles:
     """Files of `model`, fetched where they are not on this machine yet; None is the built-in model.
 
     Raises SetupError: not found, gated, no network, no space, incomplete or malformed files.
@@ -75,10 +77,12 @@ def resolve(model: str | None, *, revision: str | None = None, progress: Progres
     if is_file:
         if path.suffix.lower() == ".gguf":
             return ModelFiles("gguf", path.stem, path.parent, (path,))
-        raise SetupError(f"--model {shorten(model)} is a file but no .gguf; give the folder that holds config.json")
+        raise SetupError(
+            f"--model {shorten(model)} is a file but no .gguf; give the folder that holds config.json"
+        )
     if path.suffix.lower() == ".gguf" or model.startswith((".", "/", "~")) or not _HUB_ID.fullmatch(model):
         raise SetupError(
-            f"--model {shorten(model)}: no such file or folder, and no hub id like Qwen/Qwen3-0.6B; check the spelling"
+            f"--model {shorten(model)}: no such file or folder, and no hub id like Qwen/Qwen3-0.6B; check it"
         )
     from engine.hub_fetch import fetch_snapshot
 
@@ -94,7 +98,9 @@ def from_folder(folder: Path, *, name: str) -> ModelFiles:
             return ModelFiles("gguf", ggufs[0].stem, folder, (ggufs[0],))
         if ggufs:
             raise SetupError(f"{where} holds {len(ggufs)} .gguf files; give --model the path of one of them")
-        raise SetupError(f"{where} has no {CONFIG}; --model needs a folder with {CONFIG} and *.safetensors, or a .gguf")
+        raise SetupError(
+            f"{where} has no {CONFIG}; --model needs a folder with {CONFIG} and *.safetensors, or a .gguf"
+        )
     config = read_json(folder / CONFIG)
     generation = read_json(folder / GENERATION) if (folder / GENERATION).is_file() else None
     weight_map = None
@@ -103,7 +109,9 @@ def from_folder(folder: Path, *, name: str) -> ModelFiles:
         weights = [folder / shard for shard in sorted(set(weight_map.values()))]
         for shard in weights:
             if not shard.is_file():
-                raise SetupError(f"{where}: the index names {shorten(shard.name)}, which is missing; fetch it again")
+                raise SetupError(
+                    f"{where}: the index names {shorten(shard.name)}, which is missing; fetch it again"
+                )
     elif (folder / SINGLE).is_file():
         weights = [folder / SINGLE]
     else:
@@ -120,7 +128,9 @@ def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file of at most 64 MiB; SetupError names the file."""
     try:
         if path.stat().st_size > _JSON_LIMIT:
-            raise SetupError(f"{shorten(str(path))} is larger than 64 MiB, which no such file is; fetch it again")
+            raise SetupError(
+                f"{shorten(str(path))} is larger than 64 MiB, which no such file is; fetch it again"
+            )
         value = json.loads(path.read_text("utf-8"))
     except OSError as error:
         raise SetupError(f"cannot read {shorten(str(path))}: {error.strerror or error}") from error
@@ -138,7 +148,9 @@ def read_index(path: Path) -> dict[str, str]:
         raise SetupError(f"{shorten(str(path))} has no weight_map; fetch it again")
     for shard in weight_map.values():
         if not isinstance(shard, str) or not re.fullmatch(r"[\w-][\w.-]*\.safetensors", shard):
-            raise SetupError(f"{shorten(str(path))} names {shorten(repr(shard))}, which is no *.safetensors beside it")
+            raise SetupError(
+                f"{shorten(str(path))} names {shorten(repr(shard))}, which is no *.safetensors beside it"
+            )
     return weight_map
 
 

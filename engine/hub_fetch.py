@@ -26,7 +26,7 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
-from tqdm import tqdm
+from tqdm import tqdm  # type: ignore[import-untyped]
 
 from engine.config import SetupError
 from engine.hub import CONFIG, GENERATION, INDEX, SINGLE, TOKENIZER_FILES, Progress, read_index, shorten
@@ -60,7 +60,9 @@ class _Fetch:
         except _NO_NETWORK:
             return self.from_cache()
         if size is None:
-            raise SetupError(f"{self.repo} on the hub has no {CONFIG}: not a model that kvtop can run (or only GGUF)")
+            raise SetupError(
+                f"{self.repo} on the hub has no {CONFIG}: not a model that kvtop can run (or only GGUF)"
+            )
         small = {CONFIG: size, **self.sizes(GENERATION, INDEX, *TOKENIZER_FILES)}
         weights = {} if INDEX in small else self.sizes(SINGLE)
         self.total = sum(small.values()) + sum(weights.values())
@@ -71,10 +73,14 @@ class _Fetch:
             weights = self.sizes(*shards)
             missing = [shard for shard in shards if shard not in weights]
             if missing:
-                raise SetupError(f"{self.repo}: the index names {shorten(missing[0])}, which the hub does not have")
+                raise SetupError(
+                    f"{self.repo}: the index names {shorten(missing[0])}, which the hub does not have"
+                )
             self.total += sum(weights.values())
         if not weights:
-            raise SetupError(f"{self.repo} has no safetensors on the hub; kvtop reads safetensors and GGUF only")
+            raise SetupError(
+                f"{self.repo} has no safetensors on the hub; kvtop reads safetensors and GGUF only"
+            )
         self.check_space(weights)
         self.get(weights)
         return self.folder
@@ -105,7 +111,9 @@ class _Fetch:
             if self.folder is None:
                 self.folder = path.parent
             elif path.parent != self.folder:
-                raise SetupError(f"{self.repo} changed on the hub during the download; run the same command again")
+                raise SetupError(
+                    f"{self.repo} changed on the hub during the download; run the same command again"
+                )
 
     def download(self, name: str) -> Path:
         """hf_hub_download goes on where a connection was cut; a reset it gives up on, so ask again."""
@@ -168,20 +176,28 @@ def _explain(error: BaseException, fetch: _Fetch) -> SetupError:
     response = error.response if isinstance(error, HfHubHTTPError) else None
     status = response.status_code if response is not None else 0
     if isinstance(error, GatedRepoError) or status == 403:
-        return SetupError(f"{repo} is gated: accept its licence at {host}/{repo}, then set HF_TOKEN ({status})")
+        return SetupError(
+            f"{repo} is gated: accept its licence at {host}/{repo}, then set HF_TOKEN ({status})"
+        )
     if isinstance(error, RevisionNotFoundError):
         return SetupError(f"{repo} has no revision {shorten(str(fetch.revision), 40)}; check --revision")
     if isinstance(error, RepositoryNotFoundError) or status in (401, 404):
-        return SetupError(f"no model {repo} at {host} ({status}): check the id; a private or gated one needs HF_TOKEN")
+        return SetupError(
+            f"no model {repo} at {host} ({status}): check the id; a private or gated one needs HF_TOKEN"
+        )
     if status:
         return SetupError(f"the hub at {host} answered {status} for {repo}; try again later")
     if isinstance(error, LocalEntryNotFoundError):
-        return SetupError(f"no network: cannot reach {host}, and {repo} is not in the cache; connect and run it again")
+        return SetupError(
+            f"no network: cannot reach {host}, and {repo} is not in the cache; connect and run it again"
+        )
     if isinstance(error, httpx2.TransportError):
         at = f" at {fetch.done / 1e6:.0f} of {fetch.total / 1e6:.0f} MB" if fetch.total else ""
         return SetupError(f"the connection to {host} was cut{at}; run the same command again")
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return SetupError(f"disk full in {shorten(constants.HF_HUB_CACHE, 60)}; free some or set HF_HOME")
     if isinstance(error, OSError) and error.errno is not None:
-        return SetupError(f"cannot write the hub's cache {shorten(constants.HF_HUB_CACHE, 60)}: {error.strerror}")
+        return SetupError(
+            f"cannot write the hub's cache {shorten(constants.HF_HUB_CACHE, 60)}: {error.strerror}"
+        )
     return SetupError(f"fetching {repo} failed: {error}; run the same command again")

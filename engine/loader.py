@@ -34,7 +34,9 @@ class LoadedModel:
     """Under Hugging Face's names; `lm_head.weight` is absent where embeddings are tied."""
 
 
-def load(files: ModelFiles, *, dtype: torch.dtype | None = None, progress: Progress | None = None) -> LoadedModel:
+def load(
+    files: ModelFiles, *, dtype: torch.dtype | None = None, progress: Progress | None = None
+) -> LoadedModel:
     """Read all weights, as `dtype` (None: as stored, a GGUF as float32). Progress is in bytes of the files.
 
     Raises SetupError: damaged files, missing tensors, wrong shapes, unsupported architecture.
@@ -81,10 +83,12 @@ def _check_shapes(config: ModelConfig, shapes: dict[str, tuple[int, ...]], name:
     for tensor, shape in expected_shapes(config):
         found = shapes.get(tensor)
         if found is None:
-            raise SetupError(f"{shorten(name)}: tensor {tensor} is missing; the model is incomplete, fetch it again")
+            raise SetupError(
+                f"{shorten(name)}: tensor {tensor} is missing; the model is incomplete, fetch it again"
+            )
         if found != shape:
             raise SetupError(
-                f"{shorten(name)}: {tensor} is {list(found)!s:.40}, its config says {list(shape)}; fetch it again"
+                f"{shorten(name)}: {tensor} is {list(found)!s:.40}, config says {list(shape)}; fetch it again"
             )
         names.append(tensor)
     return names

@@ -10,6 +10,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -20,7 +21,18 @@ from engine.config import SetupError
 from engine.hub import shorten
 
 _LONGEST_HEADER = 100_000_000  # bytes, the limit of the format's own library
-_BITS = {"F64": 64, "F32": 32, "F16": 16, "BF16": 16, "I64": 64, "I32": 32, "I16": 16, "I8": 8, "U8": 8, "BOOL": 8}
+_BITS = {
+    "F64": 64,
+    "F32": 32,
+    "F16": 16,
+    "BF16": 16,
+    "I64": 64,
+    "I32": 32,
+    "I16": 16,
+    "I8": 8,
+    "U8": 8,
+    "BOOL": 8,
+}
 _BITS |= {"U16": 16, "U32": 32, "U64": 64, "F8_E4M3": 8, "F8_E5M2": 8}
 _FLOATS = ("F64", "F32", "F16", "BF16")
 
@@ -48,7 +60,9 @@ class Shards:
                 self._open[path] = safe_open(str(path), framework="pt")
             return self._open[path].get_tensor(name)
         except (SafetensorError, OSError) as error:
-            raise SetupError(f"cannot read {name:.60} from {shorten(str(path))}: {error}; fetch it again") from error
+            raise SetupError(
+                f"cannot read {name:.60} from {shorten(str(path))}: {error}; fetch it again"
+            ) from error
 
 
 def open_shards(paths: Sequence[Path], weight_map: Mapping[str, str] | None) -> Shards:
@@ -65,7 +79,9 @@ def open_shards(paths: Sequence[Path], weight_map: Mapping[str, str] | None) -> 
             shards._types[name] = info["dtype"]
     for name, shard in (weight_map or {}).items():
         if name not in shards.shapes:
-            raise SetupError(f"the index says that {name:.60} is in {shorten(shard)}, but it is not; fetch it again")
+            raise SetupError(
+                f"the index says that {name:.60} is in {shorten(shard)}, but it is not; fetch it again"
+            )
     return shards
 
 
@@ -105,7 +121,7 @@ def read_header(path: Path) -> dict[str, dict[str, Any]]:
             fail(f"{name:.60} has {stop - start} bytes, which its shape contradicts")
         spans.append((start, stop, name))
     spans.sort()
-    for (_, stop, name), (start, _, after) in zip(spans, spans[1:], strict=False):
+    for (_, stop, name), (start, _, after) in pairwise(spans):
         if stop > start:
             fail(f"{name:.40} and {after:.40} overlap")
     return header

@@ -31,7 +31,11 @@ _CONVERTIBLE = ("tokenizer.model", "vocab.json")
 
 def _byte_alphabet() -> dict[str, int]:
     """GPT-2's printable stand-ins for the 256 bytes, reversed: character -> byte."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    printable = [
+        *range(ord("!"), ord("~") + 1),
+        *range(ord("¡"), ord("¬") + 1),
+        *range(ord("®"), ord("ÿ") + 1),
+    ]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
 
@@ -43,14 +47,18 @@ def load(files: ModelFiles) -> Tokenizer:
     """The model's tokenizer. Raises SetupError: none there, or damaged."""
     if files.kind == "gguf":
         folder = _converted_gguf(files.weights[0])
-        return _from_folder(folder, None, read_json(folder / GENERATION)) if isinstance(folder, Path) else folder
+        return (
+            _from_folder(folder, None, read_json(folder / GENERATION)) if isinstance(folder, Path) else folder
+        )
     return _from_folder(files.folder, files.config, files.generation_config)
 
 
 class Tokenizer:
     """A fast tokenizer with its special tokens and chat template."""
 
-    def __init__(self, backend: Backend, config: Mapping[str, Any], template: str | None, eos_ids: Sequence[int]):
+    def __init__(
+        self, backend: Backend, config: Mapping[str, Any], template: str | None, eos_ids: Sequence[int]
+    ):
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
@@ -155,9 +163,13 @@ def _from_folder(
     elif any((folder / name).is_file() for name in _CONVERTIBLE):
         backend = _through_transformers(folder)
     else:
-        raise SetupError(f"{shorten(str(folder))} has no tokenizer.json; kvtop needs the model's tokenizer files")
+        raise SetupError(
+            f"{shorten(str(folder))} has no tokenizer.json; kvtop needs the model's tokenizer files"
+        )
     _add_configured(backend, tokenizer_config)
-    return Tokenizer(backend, tokenizer_config, _template(folder, tokenizer_config), eos_token_ids(config, generation))
+    return Tokenizer(
+        backend, tokenizer_config, _template(folder, tokenizer_config), eos_token_ids(config, generation)
+    )
 
 
 def _backend(data: bytes, path: Path) -> Backend:
@@ -179,7 +191,11 @@ def _add_configured(backend: Backend, config: Mapping[str, Any]) -> None:
     for index, entry in entries:
         content = _content(entry)
         if content and int(index) not in known:
-            flags = {key: bool(entry[key]) for key in ("single_word", "lstrip", "rstrip", "normalized") if key in entry}
+            flags = {
+                key: bool(entry[key])
+                for key in ("single_word", "lstrip", "rstrip", "normalized")
+                if key in entry
+            }
             token = AddedToken(content, special=bool(entry.get("special")), **flags)
             (backend.add_special_tokens if token.special else backend.add_tokens)([token])
 
@@ -197,7 +213,7 @@ def _template(folder: Path, config: Mapping[str, Any]) -> str | None:
 
 
 def _through_transformers(folder: Path) -> Backend:
-    """Old vocabularies (vocab.json with merges.txt, tokenizer.model): transformers knows how to convert them."""
+    """Old vocabularies (vocab.json with merges.txt, tokenizer.model): transformers can convert them."""
     try:
         from transformers import AutoTokenizer
 
