@@ -164,11 +164,6 @@ class EngineCore:
             return None
         size = self.paging.block_size
         room = f"the context holds {limit:,} ({self._pool.num_usable:,} blocks of {size})"
-        if request.conversation is not None:
-            return (
-                f"this conversation is full: {tokens:,} tokens, {room}. Start a new one; trimming old "
-                f"turns would move every later block, so about {limit:,} tokens would be computed again"
-            )
         return f"the prompt has {tokens:,} tokens, {room} with at least one of output: shorten it"
 
     def abort(self, request_id: int) -> bool:

@@ -161,7 +161,7 @@ class Engine:
                     self._add_turn(turn, None, self._new_chat(system, system_name))
                 else:
                     self._add(turn, list(turn.prompt))
-            except SetupError as error:
+            except (SetupError, ValueError) as error:  # no tokenizer, or the template refuses the text
                 self._add(turn, [], refuse=str(error))
 
         self._post(command)
@@ -382,7 +382,21 @@ class Engine:
         rendered = chat.conversation.turn(turn.prompt)
         if number is not None:
             chat.running = turn.request_id
-        self._add(turn, rendered.token_ids, number, rendered.spans, rendered.rewrote_history)
+        refuse = self._full(chat, turn.prompt, len(rendered.token_ids)) if number is not None else None
+        self._add(turn, rendered.token_ids, number, rendered.spans, rendered.rewrote_history, refuse)
+
+    def _full(self, chat: _Chat, prompt: str, tokens: int) -> str | None:
+        """Why this turn does not fit its conversation any more, and what trimming would cost."""
+        limit = self._live().runner.max_model_len
+        if tokens < limit:
+            return None
+        cost = chat.conversation.cost_of_trimming(prompt)
+        if cost is None:
+            return None  # its first turn: an ordinary prompt that is too long
+        return (
+            f"this conversation is full: {tokens:,} tokens, the context holds {limit:,}. Start a new one; "
+            f"without the oldest turn it would be {cost[0]:,} tokens, of which {cost[1]:,} computed again"
+        )
 
     def _add(
         self,

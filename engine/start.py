@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from engine.chat import ChatTokenizer
 from engine.config import EngineConfig
@@ -18,12 +18,18 @@ Progress = Callable[[int, int, str], None]
 """done, total, what."""
 
 
+class TextTokenizer(ChatTokenizer, Protocol):
+    """What an engine needs of engine.tokenizer.Tokenizer."""
+
+    def is_special(self, token_id: int) -> bool: ...
+
+
 @dataclass(slots=True)
 class Built:
     """A loaded model. tokenizer None: the engine takes token ids only and shows no text."""
 
     runner: ModelRunner
-    tokenizer: ChatTokenizer | None = None
+    tokenizer: TextTokenizer | None = None
     eos_ids: tuple[int, ...] = ()
     defaults: dict[str, Any] = field(default_factory=dict)
     """temperature, top_k, top_p, do_sample of the model's generation_config."""

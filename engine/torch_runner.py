@@ -15,6 +15,7 @@ import torch
 
 from engine.batch import DeviceRows
 from engine.config import EngineConfig, ModelConfig, SetupError
+from engine.hub import ModelFiles
 from engine.kv_cache import (
     CacheSize,
     allocate,
@@ -38,15 +39,17 @@ Progress = Callable[[int, int, str], None]
 _dtypes = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
 
 
-def build(config: EngineConfig, progress: Progress) -> TorchRunner:
+def build(config: EngineConfig, progress: Progress, files: ModelFiles | None = None) -> TorchRunner:
     """Resolves, loads and packs the model, sizes the cache and warms up.
 
-    Call it in the thread that will call `execute`. Raises SetupError: one line that says what to do.
+    files: those of `config.model` where the caller has resolved them. Call it in the thread that will
+    call `execute`. Raises SetupError: one line that says what to do.
     """
     from engine import hub, loader
 
     _, dtype = choose(config)
-    files = hub.resolve(config.model, revision=config.revision, progress=progress)
+    if files is None:
+        files = hub.resolve(config.model, revision=config.revision, progress=progress)
     loaded = loader.load(files, dtype=dtype, progress=progress)
     return TorchRunner.from_weights(loaded.config, loaded.weights, config, progress)
 
