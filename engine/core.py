@@ -303,6 +303,8 @@ class EngineCore:
                 self.paging.publish(row.seq, row.seq.num_computed)
             if row.seq.finish_reason and row.seq.request.live:
                 self.paging.release(row.seq)
+        # This forward ran: the end of a request must not retract what was published just now.
+        self.paging.begin_step()
         for request in dict.fromkeys(done):
             self._finish(request, request.branches[0].finish_reason or "stop")
         for request in bad:

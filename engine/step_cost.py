@@ -33,12 +33,13 @@ class StepCost:
         return tokens * self._token + pairs * self._pair
 
     def observe(self, q_lens: list[int], kv_lens: list[int], seconds: float) -> None:
-        """Learns from a step. Steps of few tokens read weights rather than compute, and are left out."""
+        """Learns from a step. One of few tokens reads weights rather than computes: it can only show that
+        the machine is faster than thought, and must, or one slow first step would keep chunks small for ever."""
         tokens = sum(q_lens)
-        if tokens < 32:
-            return
         pairs = sum(q * kv - q * (q - 1) // 2 for q, kv in zip(q_lens, kv_lens, strict=True))
         scale = seconds / self.work(tokens, pairs)
+        if tokens < 32 and (self._scale is None or scale >= self._scale):
+            return
         # The first step of all also compiles and pages in: what comes next replaces it if it's faster.
         new = self._scale is None or scale < self._scale / 2
         self._scale = scale if new or self._scale is None else 0.8 * self._scale + 0.2 * scale
