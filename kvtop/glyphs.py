@@ -112,7 +112,7 @@ def _braille(bits: int, w: int, h: int) -> tuple[Shape, ...]:
         Rect(x0, y0, x0 + dot, y0 + dot)
         for bit, (bx, by) in enumerate(_BRAILLE)
         if bits >> bit & 1
-        for x0, y0 in [(round(columns * (bx + 0.5) - dot / 2), round(rows * (by + 0.5) - dot / 2))]
+        for x0, y0 in [(int(columns * (bx + 0.5) - dot / 2), int(rows * (by + 0.5) - dot / 2))]
     )
 
 
@@ -126,7 +126,7 @@ def _box(words: list[str], w: int, h: int) -> tuple[Shape, ...] | None:
     arms = "".join(_ARMS.get(word, "") for word in words)
     thin = max(1, round(w / 10))
     if "ARC" in words:
-        return (_arc(arms, w, h, thin),)
+        return _arc(arms, w, h, thin)
     if "DASH" in words:
         return _dashed(arms, _DASHES[words[1]], thin * weight, w, h)
     if weight == 3:
@@ -146,19 +146,20 @@ def _diagonal(words: list[str], w: int, h: int) -> tuple[Shape, ...]:
     return (Stroke(rising if words[2:4] == ["UPPER", "RIGHT"] else falling, width),)
 
 
-def _arc(arms: str, w: int, h: int, thin: int) -> Stroke:
-    # The stroke's centre must meet the straight lines' pixel column and row.
-    cx, cy = (w - thin) // 2 + thin / 2, (h - thin) // 2 + thin / 2
-    side = -1 if "l" in arms else 1
-    turn = -1 if "u" in arms else 1
-    radius = min(cx, cy)
-    middle = (cx + side * radius, cy + turn * radius)
-    bend = [
-        (middle[0] - side * radius * math.cos(a), middle[1] - turn * radius * math.sin(a))
+def _arc(arms: str, w: int, h: int, thin: int) -> tuple[Shape, ...]:
+    x0, y0 = (w - thin) // 2, (h - thin) // 2
+    cx, cy = x0 + thin / 2, y0 + thin / 2
+    side, turn = (-1 if "l" in arms else 1), (-1 if "u" in arms else 1)
+    # The last pixels before the cell's edges are straight, so that they meet the lines beside them.
+    radius = max(1.0, min(x0, y0) - 1)
+    middle_x, middle_y = cx + side * radius, cy + turn * radius
+    bend = tuple(
+        (middle_x - side * radius * math.cos(a), middle_y - turn * radius * math.sin(a))
         for a in (i * math.pi / 16 for i in range(9))
-    ]
-    edge_y, edge_x = (0.0 if turn < 0 else float(h)), (0.0 if side < 0 else float(w))
-    return Stroke(((cx, edge_y), *bend, (edge_x, cy)), thin)
+    )
+    across = Rect(0, y0, middle_x, y0 + thin) if side < 0 else Rect(middle_x, y0, w, y0 + thin)
+    down = Rect(x0, 0, x0 + thin, middle_y) if turn < 0 else Rect(x0, middle_y, x0 + thin, h)
+    return (across, down, Stroke(bend, thin))
 
 
 def _dashed(arms: str, count: int, thick: int, w: int, h: int) -> tuple[Shape, ...]:

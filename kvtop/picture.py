@@ -307,8 +307,8 @@ def _mask(char: str, cells: int, bold: bool, italic: bool) -> Image.Image:
             case Polygon():
                 draw.polygon([(x * s, y * s) for x, y in shape.points], 255)
             case Stroke():
-                line = [(x * s - 0.5, y * s - 0.5) for x, y in shape.points]
-                draw.line(line, 255, round(shape.width * s), joint="curve")
+                points = [(x * s - 0.5, y * s - 0.5) for x, y in shape.points]
+                draw.line(points, 255, round(shape.width * s), joint="curve")
     return big.resize((w, h), Image.Resampling.BOX)
 
 

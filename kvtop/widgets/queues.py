@@ -13,7 +13,7 @@ from kvtop.text import safe_text
 from kvtop.units import NONE, count, duration, percent
 from kvtop.widgets.lines import Part, Row
 from kvtop.widgets.panel import Scrolling
-from kvtop.widgets.table import Cell, Column, progress, table
+from kvtop.widgets.table import Cell, Column, fit, progress, table
 
 if TYPE_CHECKING:
     from kvtop.requests import RequestView
@@ -21,15 +21,17 @@ if TYPE_CHECKING:
 
 _COLUMNS = (
     Column("id", 5, right=True, keep=9),
-    Column("state", 8, keep=8),
-    Column("prefill", 18, grow=3, keep=5),
-    Column("out", 5, right=True, keep=6),
+    Column("state", 9, keep=8),
+    Column("prefill", 11, grow=3, keep=7),
+    Column("out", 5, right=True, keep=5),
     Column("blocks", 6, right=True, keep=4),
-    Column("cached", 6, right=True, keep=7),
+    Column("cached", 6, right=True, keep=6),
     Column("TTFT", 7, right=True, keep=3),
     Column("", 14, grow=4, keep=2),
 )
 _ORDER = {"running": 0, "preempted": 1, "queued": 2, "finished": 3}
+_PREFILL = 2
+"""Place of the column whose figures are shortened to its width."""
 _BAR = 6
 _STATES = {"running": "decode", "queued": "waiting"}
 
@@ -68,10 +70,11 @@ class QueuesPanel(Scrolling):
         if not views:
             return [head, self.say("no request yet")]
         shown = self.window(len(views), max(0, height - 2))
-        cells = [self._row(state, views[i], now) for i in shown]
+        room = fit(_COLUMNS, width)[_PREFILL]
+        cells = [self._row(state, views[i], now, room) for i in shown]
         return [head, *table(_COLUMNS, cells, width, self.ink("muted"))]
 
-    def _row(self, state: DashboardState, view: RequestView, now: float) -> list[Cell]:
+    def _row(self, state: DashboardState, view: RequestView, now: float, room: int) -> list[Cell]:
         muted, text = self.ink("muted"), self.ink("text")
         live = view.phase in ("running", "preempted")
         plain = text if live else muted
@@ -81,7 +84,7 @@ class QueuesPanel(Scrolling):
         return [
             (f"#{view.request_id}", self.ink("active") if live else muted),
             (name, look),
-            self._prefill(view),
+            self._prefill(view, room),
             (count(view.num_output) if view.num_output else NONE, plain),
             (count(len(ids)) if ids else NONE, plain),
             (cached, self.ink("hit") if view.cached_tokens else plain),
@@ -94,23 +97,26 @@ class QueuesPanel(Scrolling):
             prefilling = view.num_computed < view.prompt_tokens
             return ("prefill", self.ink("prefill")) if prefilling else ("decode", self.ink("decode"))
         looks = {"preempted": "evicted", "queued": "text"}
-        return _STATES.get(view.phase, view.phase)[:9], self.ink(looks.get(view.phase, "muted"))
+        return _STATES.get(view.phase, view.phase), self.ink(looks.get(view.phase, "muted"))
 
-    def _prefill(self, view: RequestView) -> tuple[Part, ...]:
+    def _prefill(self, view: RequestView, room: int) -> tuple[Part, ...]:
         muted = self.ink("muted")
         done, total = min(view.num_computed, view.prompt_tokens), view.prompt_tokens
         if view.phase == "finished":
-            return ((f"{count(total)} tokens", muted),)
+            return ((_tokens(total, room), muted),)
         if done >= total:
-            return ((f"{count(total)} tokens", self.ink("text")),)
+            return ((_tokens(total, room), self.ink("text")),)
         full = progress(done / total if total else 0, _BAR)
         # What came from the cache is not this request's work: told apart inside the bar.
         read = int(_BAR * view.cached_tokens / total) if view.phase == "running" else 0
         chunk = f" +{count(view.chunk[1])}" if view.chunk and view.phase == "running" else ""
+        figures = f"{done:,}/{total:,}{chunk}"
+        if _BAR + 1 + len(figures) > room:
+            figures = percent(done, total)
         return (
             ("◆" * read, self.ink("hit")),
             (full[read:] + " ", self.ink("prefill")),
-            (f"{done:,}/{total:,}{chunk}", self.ink("text")),
+            (figures, self.ink("text")),
         )
 
     def _why(self, view: RequestView, now: float) -> Part:
@@ -130,6 +136,11 @@ class QueuesPanel(Scrolling):
         if view.preemptions:
             return f"preempted {view.preemptions}×", self.ink("evicted")
         return "", muted
+
+
+def _tokens(number: int, room: int) -> str:
+    text = f"{count(number)} tokens"
+    return text if len(text) <= room else count(number)
 
 
 def _in_order(views: Iterable[RequestView]) -> Iterable[RequestView]:

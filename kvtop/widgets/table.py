@@ -2,7 +2,7 @@
 
 A column says how narrow it may get, who takes the spare width and who leaves first when there is
 too little. Invariants: every row is exactly as wide as asked for, a cell that is cut ends in "…",
-and a column is either shown with at least its own width or not at all.
+and a column is shown with at least its own width or not at all, unless it is the last one left.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class Column:
 def fit(columns: Sequence[Column], width: int) -> list[int]:
     """Cells for each column, one blank between them not counted; 0 = left out."""
     shown = list(range(len(columns)))
-    while shown and sum(columns[i].width for i in shown) + len(shown) - 1 > width:
+    while len(shown) > 1 and sum(columns[i].width for i in shown) + len(shown) - 1 > width:
         shown.remove(min(shown, key=lambda i: (columns[i].keep, -i)))
-    widths = [columns[i].width if i in shown else 0 for i in range(len(columns))]
+    widths = [min(columns[i].width, width) if i in shown else 0 for i in range(len(columns))]
     spare = width - sum(widths) - max(0, len(shown) - 1)
     growing = [i for i in shown if columns[i].grow]
     for place, i in enumerate(growing):

@@ -87,8 +87,8 @@ def history(source: Rate, now: float, columns: int) -> tuple[float, Floats]:
     rates = np.concatenate([np.full(max(0, wanted - len(rates)), np.nan), rates])[-wanted:]
     times = np.concatenate([np.full(max(0, wanted - len(times)), -1.0), times])[-wanted:]
     rates[times < 0] = np.nan
-    # The running bucket is not over yet: count the buckets that lie in the past only.
-    rates[times > now] = np.nan
+    # A bucket that is not over yet would dip at the right edge in every frame.
+    rates[times + bucket > now + 1e-9] = np.nan
     table = rates.reshape(columns, per_column)
     filled = np.isfinite(table)
     sums = np.where(filled, table, 0.0).sum(1)

@@ -31,7 +31,7 @@ def test_what_does_not_fit_leaves_lowest_first() -> None:
     assert fit(COLUMNS, 24) == [3, 6, 13, 0]
     assert fit(COLUMNS, 12) == [3, 6, 0, 0]
     assert fit(COLUMNS, 4) == [3, 0, 0, 0]
-    assert fit(COLUMNS, 2) == [0, 0, 0, 0]
+    assert fit(COLUMNS, 2) == [2, 0, 0, 0]
 
 
 def test_rows_stand_under_their_titles() -> None:
