@@ -16,7 +16,7 @@ BLOCK, SYSTEM, USER = 16, 2000, 200
 SHARED = SYSTEM // BLOCK
 WHOLE = -(-(SYSTEM + USER) // BLOCK)
 ROUNDS = 3
-HANDBOOK = "\n\n".join(page(name) for name in ("page.txt", "pages/tides.txt", "pages/printing.txt"))
+HANDBOOK = "\n\n".join((page("page.txt"), page("pages/tides.txt"), page("pages/printing.txt", paragraphs=3)))
 QUESTIONS = (
     "What is this text about? " + page("pages/sourdough.txt", paragraphs=3),
     "Sum this up for a child: " + page("pages/antarctic.txt", paragraphs=3),

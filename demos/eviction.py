@@ -53,7 +53,9 @@ def script(stage: Stage) -> Script:
     judge(stage, cached, *(stage.request(r) for r in asked))
 
 
-def judge(stage: Stage, cached: int, a: RequestView, b: RequestView, c: RequestView, again: RequestView) -> None:
+def judge(
+    stage: Stage, cached: int, a: RequestView, b: RequestView, c: RequestView, again: RequestView
+) -> None:
     """Foretell every count from the sizes of the conversations, then compare with what happened."""
     size, usable = stage.state.block_size, stage.state.num_blocks - 1
 
@@ -79,7 +81,9 @@ def judge(stage: Stage, cached: int, a: RequestView, b: RequestView, c: RequestV
 
     free = usable - full(b) - full(c) - left
     taken = max(0, touched(again) - left - free)
-    stage.check("A again evicts B's chain, tail first", backwards(full(b), taken), places(b, again.evicted_ids))
+    stage.check(
+        "A again evicts B's chain, tail first", backwards(full(b), taken), places(b, again.evicted_ids)
+    )
     stage.figure(
         usable_blocks=usable,
         needed_blocks=[touched(v) for v in (a, b, c)],
