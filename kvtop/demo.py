@@ -19,9 +19,11 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from engine import Engine, EngineConfig, SamplingParams, SetupError
 from engine.events import StepBatch, to_runs
+from kvtop.settings import data_folder
 
 if TYPE_CHECKING:
-    from kvtop.state import DashboardState, RequestView
+    from kvtop.requests import RequestView
+    from kvtop.state import DashboardState
 
 # ------------------------------------------------------------------------------------ what a demo is
 
@@ -212,12 +214,11 @@ class Performance:
 
 
 def folder() -> Path:
-    """Where demos lie: beside the package in a checkout, inside it in an installation. Raises SetupError."""
-    package = Path(__file__).resolve().parent
-    for place in (package.parent / "demos", package / "demos"):
-        if (place / "page.txt").is_file():
-            return place
-    raise SetupError("the demos are missing from this installation; install kvtop-tui again")
+    """Where the shipped demos lie. Raises SetupError."""
+    place = data_folder("demos")
+    if not (place / "page.txt").is_file():
+        raise SetupError("the demos are missing from this installation; install kvtop-tui again")
+    return place
 
 
 def load(name: str) -> Demo:
@@ -276,8 +277,8 @@ def run_headless(
 ) -> int:
     """Play `demo` without a terminal: captions go to `err`, the verdict is the last line of `out`.
 
-    sinks get every batch (a recorder); build stands in for Engine's own (a toy in tests). Returns the exit code: 0, or 1 when a check
-    failed. Raises SetupError when the engine cannot start.
+    sinks get every batch (a recorder); build stands in for Engine's own (a toy in tests). Returns the
+    exit code: 0, or 1 when a check failed. Raises SetupError when the engine cannot start.
     """
     from kvtop.state import DashboardState
 
