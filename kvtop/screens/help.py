@@ -10,7 +10,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from rich.style import Style
 from textual.app import ComposeResult
@@ -21,6 +21,9 @@ from textual.widget import Widget
 
 from kvtop.widgets.lines import Part, Row
 from kvtop.widgets.panel import Scrolling
+
+if TYPE_CHECKING:
+    from kvtop.state import DashboardState
 
 Definition = tuple[str, str]
 
@@ -107,10 +110,17 @@ class HelpText(Scrolling):
         self.draw()
 
     def forget(self) -> None:
-        """Theme, size or place changed."""
+        """Theme or size changed."""
         super().forget()
         if self.is_attached:
             self.call_after_refresh(self.draw)
+
+    def changed(self) -> None:
+        """Another place."""
+        self.draw()
+
+    def paint(self, state: DashboardState, now: float) -> None:
+        """Not by the clock."""
 
     def draw(self) -> None:
         """Show the rows from `first` on."""
@@ -121,7 +131,7 @@ class HelpText(Scrolling):
 
     def all_rows(self, width: int) -> Iterable[Row]:
         """Every row at this width."""
-        title, plain = self.ink("title"), Style.null()
+        title, plain = self.ink("primary") + Style(bold=True), Style.null()
         for place, section in enumerate(self.sections):
             if place:
                 yield ()
@@ -133,7 +143,7 @@ class HelpText(Scrolling):
     def _entries(self, section: Section, width: int) -> Iterable[Row]:
         column = min(max((len(name) for name, _ in section.entries), default=0) + 2, max(6, width // 3))
         looks = {glyph: self.ink(name) for name, glyph, _ in MAP}
-        key = self.ink("title")
+        key = self.ink("accent")
         for name, meaning in section.entries:
             lines = textwrap.wrap(meaning, max(10, width - column)) or [""]
             label: Part = (name.ljust(column), looks.get(name, key))

@@ -73,4 +73,4 @@ class EventLogPanel(Scrolling):
         back = max(0, min(self._most, self._back - lines))
         if back != self._back:
             self._back = back
-            self.forget()
+            self.changed()

@@ -52,7 +52,7 @@ class _Latency(Panel):
     def action_toggle_log(self) -> None:
         """Linear axis, logarithmic axis."""
         self.log_axis = not self.log_axis
-        self.forget()
+        self.changed()
 
     def axis(self, values: Floats) -> Scale:
         """The axis for these durations."""

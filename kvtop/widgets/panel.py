@@ -58,9 +58,14 @@ class Panel(Lines, can_focus=True):
         self.set_rows(rows[:height])
 
     def forget(self) -> None:
-        """Theme, size or a setting of the panel changed."""
-        super().forget()
+        """Theme or size changed."""
         self._seen = None
+        super().forget()
+
+    def changed(self) -> None:
+        """A setting of the panel changed: the next frame paints it."""
+        self._seen = None
+        self.wake()
 
     # --------------------------------------------------------------------------- shared looks
 
@@ -111,7 +116,7 @@ class Scrolling(Panel):
         first = max(0, min(self._most, self.first + lines))
         if first != self.first:
             self.first = first
-            self.forget()
+            self.changed()
 
     def on_mouse_scroll_up(self) -> None:
         """One notch of the wheel."""
