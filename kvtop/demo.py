@@ -270,6 +270,8 @@ def run_headless(
     base: EngineConfig,
     *,
     as_json: bool = False,
+    record: str | Path | None = None,
+    redact: bool = False,
     sinks: Sequence[Callable[[StepBatch], None]] = (),
     build: Any = None,
     out: TextIO | None = None,
@@ -277,15 +279,26 @@ def run_headless(
 ) -> int:
     """Play `demo` without a terminal: captions go to `err`, the verdict is the last line of `out`.
 
-    sinks get every batch (a recorder); build stands in for Engine's own (a toy in tests). Returns the
-    exit code: 0, or 1 when a check failed. Raises SetupError when the engine cannot start.
+    record: file that gets the batches; sinks get them too; build stands in for Engine's own (a toy in
+    tests). Returns the exit code: 0, or 1 when a check failed. Raises SetupError when the engine cannot
+    start or the recording cannot be written.
     """
+    from kvtop.recorder import Recorder
     from kvtop.state import DashboardState
 
     out, err = out or sys.stdout, err or sys.stderr
     batches: queue.SimpleQueue[StepBatch] = queue.SimpleQueue()
     config = demo.config(base)
     engine = Engine(config) if build is None else Engine(config, build=build)
+    recorder = None
+    if record is not None:
+        recorder = Recorder(
+            record,
+            redact,
+            request_snapshot=engine.request_snapshot,
+            on_problem=lambda text: print(text, file=err),
+        )
+        engine.subscribe(recorder)
     for sink in (*sinks, batches.put):
         engine.subscribe(sink)
     state = DashboardState()
@@ -295,6 +308,8 @@ def run_headless(
         verdict = _play(Performance(demo, engine, state, hold=False), state, batches, err)
     finally:
         engine.stop()
+        if recorder is not None:
+            recorder.close()
     print(json.dumps(verdict, ensure_ascii=False) if as_json else verdict_text(verdict), file=out, flush=True)
     return 0 if verdict["ok"] else 1
 

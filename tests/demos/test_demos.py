@@ -17,6 +17,7 @@ from engine.hub import ModelFiles
 from kvtop import demo
 from kvtop.demo import Demo, Performance, Script, Stage
 from kvtop.state import DashboardState
+from kvtop.verify import verify
 from tests.demos.toy import build
 
 NAMES = ["cache-hit", "eviction"]
@@ -115,6 +116,13 @@ def test_every_got_comes_from_events() -> None:
         state.apply(batch)
         performance.tick()
     assert performance.verdict == live
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_recorded_demo_verifies(tmp_path: Path, name: str) -> None:
+    play(demo.load(name), build=build, record=tmp_path / "demo.jsonl.gz")
+    report = verify(tmp_path / "demo.jsonl.gz")
+    assert report.ok, report.violations
 
 
 def test_list() -> None:
