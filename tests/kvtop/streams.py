@@ -21,7 +21,7 @@ VOCAB = 60
 LETTERS = [chr(97 + i % 26).encode() for i in range(VOCAB)]
 
 
-def started(runner: ToyRunner, hash_seed: int) -> ev.EngineStarted:
+def started(runner: ToyRunner, config: EngineConfig, hash_seed: int) -> ev.EngineStarted:
     """What an engine over this runner says first."""
     return ev.EngineStarted(
         schema=ev.SCHEMA,
@@ -37,7 +37,7 @@ def started(runner: ToyRunner, hash_seed: int) -> ev.EngineStarted:
         hash_seed=hash_seed,
         epoch=1.7e9,
         max_model_len=runner.max_model_len,
-        knobs={},
+        knobs={"enable_prefix_caching": config.enable_prefix_caching},
     )
 
 
@@ -74,7 +74,7 @@ class Storm:
         self.log = EventLog(lambda: next(ticks) * 1e-3, self._take)
         self.log.emit(ev.ModelLoading(1, 2, "weights"))
         self.log.cut()
-        self.log.emit(started(runner, seed))
+        self.log.emit(started(runner, config, seed))
         self.log.cut()
         self.core = EngineCore(
             config, runner, self.log, hash_seed=seed, token_bytes=LETTERS.__getitem__, eos_ids=(3,)
