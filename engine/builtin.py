@@ -122,9 +122,14 @@ def _pip_download(scratch: Path, report: Progress) -> Path:
     ]
     environment = {**os.environ, "TMPDIR": str(scratch), "TEMP": str(scratch), "TMP": str(scratch)}
     with log.open("wb") as output:
-        pip = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=environment
-        )
+        try:
+            pip = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=environment
+            )
+        except OSError as error:
+            raise SetupError(
+                f"cannot start pip ({error.strerror}); repair this Python, {_INSTEAD}"
+            ) from error
         atexit.register(pip.kill)  # the engine's thread may die with the process in the middle of this
         try:
             while pip.poll() is None:

@@ -67,6 +67,8 @@ def resolve(
 
         path = fetch(report)
         return ModelFiles("gguf", NAME, path.parent, (path,))
+    if not model:
+        raise SetupError("--model is empty; leave it out for the built-in model, or name one")
     try:
         path = Path(model).expanduser()
         is_dir, is_file = path.is_dir(), path.is_file()
