@@ -212,9 +212,12 @@ class BlockMap(Lines):
             histogram.update(ids, state.state[1:])
         self._touched.clear()
         pixels, at, motion = histogram.majority(), histogram.pixel_of, self.motion
+        hit = motion.fresh()
         if layout.mode == "halves":
             pixels[layout.n :] = _P_VOID
-        pixels[at[motion.fresh() - 1]] = _P_HIT
+            hit = motion.hit()
+            hit = hit[state.state[hit] >= 3]  # given back meanwhile: then its true state shows
+        pixels[at[hit - 1]] = _P_HIT
         pixels[at[motion.evicted() - 1]] = _P_EVICTED
         for pair in motion.copies:
             pixels[at[np.array(pair) - 1]] = _P_COPY

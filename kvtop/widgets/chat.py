@@ -161,6 +161,32 @@ class Chat(Lines):
         lines = [[(cut(t, width).center(width), muted)] for t in texts]
         return [[("", muted)]] * top + lines
 
+    def _loading(self, state: DashboardState, width: int, height: int) -> list[list[Part]]:
+        """Real progress of the start, or what went wrong."""
+        muted, step = self.ink("muted"), state.loading
+        rows: list[list[Part]] = [[("", muted)]] * max(0, (height - 3) // 2)
+        if state.errors:
+            for text in _plain(safe_text(state.errors[-1].message), width - 4):
+                rows.append([("  ", muted), (text, self.ink("error"))])
+            return rows
+        what = "Starting the engine" if step is None else safe_text(step.what)
+        rows.append([(cut(what, width).center(width), self.ink("text"))])
+        if step is not None and step.total > 0:
+            bar = max(4, min(40, width - 12))
+            done = min(1.0, step.done / step.total)
+            full, part = divmod(int(done * bar * 8), 8)
+            blocks = "█" * full + (" ▏▎▍▌▋▊▉"[part] if part else "")
+            left = " " * max(0, (width - bar - 6) // 2)
+            rows.append(
+                [
+                    (left, muted),
+                    (blocks, self.ink("active")),
+                    ("·" * (bar - len(blocks)), self.ink("free")),
+                    (f" {done * 100:3.0f} %", muted),
+                ]
+            )
+        return rows
+
     def _lines(self, state: DashboardState, view: RequestView, width: int) -> list[Line]:
         rid = view.request_id
         key = (
@@ -192,6 +218,7 @@ class Chat(Lines):
         spare = sum(cell_len(t) for t, _ in chip)
         lines = wrap(question.text.strip("\n") or " ", max(1, width - indent))
         offset = len(question.text) - len(question.text.lstrip("\n"))
+        folded = False
         if not view.spans and len(lines) > _FOLDED_PROMPT and view.request_id not in self.unfolded:
             lines = lines[:_FOLDED_PROMPT]
         for n, (start, end) in enumerate(lines):
@@ -207,7 +234,10 @@ class Chat(Lines):
                 and indent + cell_len(question.text[line.start : line.end]) + 2 + spare <= width
             ):
                 line.parts, line.fold = chip, True
+                folded = True
             yield line
+        if page is not None and not folded:
+            yield self._page_line(view, page, width)
         if page is not None and view.request_id in self.unfolded:
             yield from self._unfolded(state, view, page, width)
         pad: Part = (" " * _INDENT, bold)
@@ -241,6 +271,15 @@ class Chat(Lines):
         arrow = "▾" if view.request_id in self.unfolded else "▸"
         name = cut(safe_text(page[3]), max(4, width // 3))
         return [("▌" if read else " ", self.ink("hit")), (f"{name} {arrow}", self.ink("muted"))]
+
+    def _page_line(self, view: RequestView, page: tuple[int, int, str, str], width: int) -> Line:
+        """The attached page in a line of its own, where it does not fit behind the question."""
+        read = min(view.cached_tokens, page[1]) > page[0]
+        lead = [("  ", self.ink("text")), ("▌" if read else "│", self.ink("hit" if read else "muted"))]
+        arrow = "▾" if view.request_id in self.unfolded else "▸"
+        name = cut(safe_text(page[3]), max(4, width - 24))
+        text = f"{name} · {count(page[1] - page[0])} tokens {arrow}"
+        return Line(lead, [(text, self.ink("muted"))], fold=True)
 
     def _unfolded(
         self, state: DashboardState, view: RequestView, page: tuple[int, int, str, str], width: int
@@ -311,7 +350,7 @@ class Chat(Lines):
         row = list(line.lead)
         if line.passage is not None:
             row += self._told(line, table)
-        if line.fold:
+        if line.fold and line.passage is not None:
             used = sum(cell_len(t) for t, _ in row) + sum(cell_len(t) for t, _ in line.parts)
             row.append((" " * max(0, self.size.width - used), line.style))
         return row + line.parts
@@ -370,7 +409,8 @@ class Chat(Lines):
         if (under := self._under(event.x, event.y)) is None:
             return
         rid, line = self._view[event.y]
-        if line.fold and event.x >= self.size.width - sum(cell_len(t) for t, _ in line.parts):
+        chip = self.size.width - sum(cell_len(t) for t, _ in line.parts)
+        if line.fold and (line.passage is None or event.x >= chip):
             self.fold(rid)
         else:
             self.post_message(self.Pointed(*under, clicked=True))
@@ -378,6 +418,7 @@ class Chat(Lines):
     def fold(self, request_id: int) -> None:
         """Fold or unfold the page (or the long prompt) of a request."""
         self.unfolded ^= {request_id}
+        self.wake()
 
     def action_fold(self) -> None:
         """Of the request at the bottom."""
@@ -387,6 +428,7 @@ class Chat(Lines):
     def action_scroll_lines(self, lines: int) -> None:
         """Up by `lines` (towards older text)."""
         self.back = max(0, self.back + lines)
+        self.wake()
 
     def on_mouse_scroll_up(self) -> None:
         """One notch of the wheel."""

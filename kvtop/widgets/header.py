@@ -72,6 +72,8 @@ class Header(Lines):
         if started is None:
             return []
         model = cut(safe_text(started.model.rstrip("/").rsplit("/", 1)[-1]), 32)
+        if self.size.width < 120:
+            model = model.removesuffix("-Instruct")
         kind = f" {safe_text(started.device)}·{_DTYPES.get(started.dtype, started.dtype)}"
         queues = state.completed.queues if state.completed is not None else {}
         running, waiting = len(state.running), len(state.waiting)

@@ -45,6 +45,8 @@ class Lines(Widget):
         super().__init__(id=id, classes=classes)
         self._rows: list[Row | None] = []
         self._strips: list[Strip] = []
+        self.stale = True
+        """Something but the state changed (size, theme, selection): the next frame must paint it."""
         self.base = Style.null()
         """The widget's own colours, under every part's style."""
 
@@ -114,6 +116,14 @@ class Lines(Widget):
         old strips stay on the screen until then."""
         self.base = self._current_base()
         self._rows = [None] * len(self._rows)
+        self.wake()
+
+    def wake(self) -> None:
+        """Ask for a frame soon, without waiting for the clock."""
+        self.stale = True
+        wake = getattr(self.app, "wake", None) if self.is_attached else None
+        if wake is not None:
+            wake()
 
     # ------------------------------------------------------------------------------ machinery
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
 from rich.cells import cell_len
 from rich.style import Style
 
@@ -77,7 +78,8 @@ class StepLine(Lines):
         if not len(ring):
             return []
         newest = ring.values()[-_POINTS:]
-        top = float(newest.max()) or 1.0
+        # Three times the middle at least, so that steady steps lie low and a late one stands out.
+        top = max(float(newest.max()), 3 * float(np.median(newest))) or 1.0
         text = "".join(_BARS[min(7, int(v / top * 7.999))] for v in newest)
         p50 = ring.percentile(50, state.t - _WINDOW)
         p50 = ring.percentile(50) if p50 is None else p50

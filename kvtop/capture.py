@@ -1,0 +1,128 @@
+"""Capture: what anything prints while the dashboard has the terminal goes to a log file instead.
+
+Owns file descriptors 1 and 2 between enter and exit: C libraries write there, past Python. Textual draws
+on `sys.__stderr__`, which is pointed at a duplicate of the terminal first; the other way round the screen
+would stay blank. Invariant: on exit both descriptors are what they were, whatever happened in between.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO, overload
+
+_MOST = 2000
+"""Lines kept for the panel."""
+_LARGEST = 4 << 20
+"""Bytes after which the log file starts anew."""
+
+
+class Captured(Sequence[str]):
+    """Lines of a log file as it grows, newest last; `poll` reads what is new."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self._lines: list[str] = []
+        self._rest = b""
+
+    def poll(self) -> bool:
+        """True if lines came."""
+        data = self._file.read()
+        if not data:
+            return False
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        self._lines += [line.decode("utf-8", "replace").rstrip("\r") for line in lines]
+        del self._lines[:-_MOST]
+        return bool(lines)
+
+    def add(self, text: str) -> None:
+        """A line that did not come through a descriptor."""
+        self._lines.append(text)
+
+    def __len__(self) -> int:
+        return len(self._lines)
+
+    @overload
+    def __getitem__(self, index: int) -> str: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[str]: ...
+    def __getitem__(self, index: int | slice) -> str | list[str]:
+        return self._lines[index]
+
+
+class Capture:
+    """Context manager; gives the Captured lines. `path`: the log file, a temporary one if it cannot be
+    written."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._undo = ExitStack()
+
+    def __enter__(self) -> Captured:
+        with ExitStack() as undo:
+            log = self._open(undo)
+            reader = undo.enter_context(open(self.path, "rb", buffering=0))
+            reader.seek(0, os.SEEK_END)
+            terminal = undo.enter_context(
+                open(os.dup(2), "w", encoding="utf-8", errors="replace", newline="")
+            )
+            undo.callback(setattr, sys, "__stderr__", sys.__stderr__)
+            sys.__stderr__ = terminal  # type: ignore[misc]
+            for stream, fd in ((sys.stdout, 1), (sys.stderr, 2)):
+                self._redirect(undo, stream, fd, log)
+            self._log(undo)
+            self._undo = undo.pop_all()
+        return Captured(reader)
+
+    def _open(self, undo: ExitStack) -> int:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            fresh = self.path.exists() and self.path.stat().st_size > _LARGEST
+            log = os.open(self.path, flags | (os.O_TRUNC if fresh else 0), 0o600)
+        except OSError:
+            handle, name = tempfile.mkstemp(prefix="kvtop-", suffix=".log")
+            os.close(handle)
+            self.path = Path(name)
+            undo.callback(self.path.unlink, missing_ok=True)
+            log = os.open(name, flags)
+        undo.callback(os.close, log)
+        os.write(log, f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} process {os.getpid()}\n".encode())
+        return log
+
+    @staticmethod
+    def _redirect(undo: ExitStack, stream: object, fd: int, log: int) -> None:
+        flush = getattr(stream, "flush", lambda: None)
+        flush()
+        saved = os.dup(fd)
+
+        def back() -> None:
+            with suppress(OSError, ValueError):
+                flush()  # what is buffered belongs into the log
+            os.dup2(saved, fd)
+            os.close(saved)
+
+        os.dup2(log, fd)
+        undo.callback(back)
+
+    @staticmethod
+    def _log(undo: ExitStack) -> None:
+        stream = undo.enter_context(os.fdopen(os.dup(2), "w", buffering=1, encoding="utf-8"))
+        handler = logging.StreamHandler(stream)
+        handler.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
+        logging.getLogger().addHandler(handler)
+        undo.callback(logging.getLogger().removeHandler, handler)
+        logging.captureWarnings(True)
+        undo.callback(logging.captureWarnings, False)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._undo.close()

@@ -1,0 +1,259 @@
+"""MainScreen: the dashboard. Where each widget stands at which size, and how pointing at one lights the others.
+
+Owns the view (chat, ops, all), the selected block and the focus rule: a live run starts with the prompt
+focused, Esc enters key mode, i or Enter returns. Invariant: at any size, down to 1 x 1, something
+sensible is shown and nothing raises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, ClassVar
+
+from textual import events, on
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import Horizontal, Vertical
+from textual.screen import Screen
+from textual.widget import Widget
+from textual.widgets import Label
+
+from kvtop import lookup
+from kvtop.motion import Motion
+from kvtop.options import View
+from kvtop.widgets.block_detail import BlockDetail
+from kvtop.widgets.block_map import BlockMap
+from kvtop.widgets.budget import BudgetPanel
+from kvtop.widgets.caption import Caption
+from kvtop.widgets.chat import Chat
+from kvtop.widgets.device import DevicePanel
+from kvtop.widgets.event_log import EventLogPanel
+from kvtop.widgets.evictions import EvictionsPanel
+from kvtop.widgets.hash_table import HashTablePanel
+from kvtop.widgets.header import Header
+from kvtop.widgets.hint import Hint, KeyLine
+from kvtop.widgets.latency import ItlPanel, TtftPanel
+from kvtop.widgets.lines import Lines
+from kvtop.widgets.log_panel import LogPanel
+from kvtop.widgets.lookup_strip import LookupStrip
+from kvtop.widgets.prefix_cache import PrefixCachePanel
+from kvtop.widgets.prompt import Prompt
+from kvtop.widgets.queues import QueuesPanel
+from kvtop.widgets.step_line import StepLine
+from kvtop.widgets.throughput import ThroughputPanel
+
+if TYPE_CHECKING:
+    from kvtop.state import DashboardState
+
+
+class Box(Vertical):
+    """A frame around one widget; the frame's title is the widget's."""
+
+    def __init__(self, widget: Lines, *, id: str) -> None:
+        super().__init__(widget, id=id, classes="box")
+        self.widget = widget
+
+    def retitle(self) -> None:
+        """Take the widget's title over if it changed."""
+        title = getattr(self.widget, "title", None) or getattr(self.widget, "TITLE", "")
+        if title != self.border_title:
+            self.border_title = title
+
+
+class MainScreen(Screen[None]):
+    """`paint` shows a state; `selected` is the block whose details are shown."""
+
+    AUTO_FOCUS = None
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("escape", "back", "Key mode, then nothing selected", id="back", priority=True),
+        Binding("i,enter", "ask", "Type a prompt", id="ask"),
+    ]
+
+    def __init__(self, state: DashboardState, motion: Motion, captured: Sequence[str], *, live: bool) -> None:
+        super().__init__()
+        self.state = state
+        self.motion = motion
+        self.live = live
+        """There is an engine that takes prompts."""
+        self.view: View = "chat"
+        self.selected: int | None = None
+        self.header, self.step_line = Header(id="header"), StepLine(id="step")
+        self.chat, self.map = Chat(id="chat"), BlockMap(motion, id="map")
+        self.strip, self.detail = LookupStrip(motion, id="strip"), BlockDetail(id="detail")
+        self.caption, self.prompt = Caption(id="caption"), Prompt(id="prompt")
+        self.hint, self.key_line = Hint(id="hint"), KeyLine(id="keys")
+        self.log_panel = LogPanel(captured, id="log")
+        self._hovered: frozenset[int] = frozenset()
+
+    # ------------------------------------------------------------------------------- structure
+
+    def compose(self) -> ComposeResult:
+        """Containers for all views; the stylesheet shows those of the current one."""
+        yield self.header
+        with Horizontal(id="top"):
+            with Vertical(id="left"):
+                yield Box(self.chat, id="chat-box")
+                yield Box(self.detail, id="detail-box")
+            yield Box(self.map, id="map-box")
+            with Vertical(id="side"):
+                yield Box(QueuesPanel(), id="queues-box")
+                yield Box(BudgetPanel(), id="budget-box")
+        yield Box(self.strip, id="strip-box")
+        with Horizontal(id="graphs"):
+            for panel, name in ((TtftPanel, "ttft"), (ItlPanel, "itl"), (ThroughputPanel, "throughput")):
+                yield Box(panel(), id=f"{name}-box")
+            yield Box(DevicePanel(), id="device-box")
+        with Horizontal(id="tables"):
+            yield Box(PrefixCachePanel(), id="cache-box")
+            yield Box(HashTablePanel(), id="table-box")
+            yield Box(EvictionsPanel(), id="evictions-box")
+            yield Box(EventLogPanel(), id="events-box")
+        yield Box(self.log_panel, id="log-box")
+        yield self.caption
+        yield self.step_line
+        with Horizontal(id="ask"):
+            yield Label("›", id="mark")
+            yield self.prompt
+        yield self.hint
+        yield self.key_line
+
+    def on_mount(self) -> None:
+        """Start in the mode that fits the source."""
+        self.set_class(not self.live, "-replay")
+        self.show_view(self.view)
+        self.fit_terminal(*self.app.size)
+        if self.live:
+            self.prompt.focus()
+        else:
+            self.prompt.disabled = True
+            self.map.focus()
+
+    # --------------------------------------------------------------------------------- layout
+
+    def on_resize(self, event: events.Resize) -> None:
+        """The terminal's size decides what stands where."""
+        self.fit_terminal(*event.size)
+
+    def fit_terminal(self, width: int, height: int) -> None:
+        """Set the classes that the stylesheet goes by."""
+        tiny = height < 20 or width < 60
+        side = not tiny and width >= 100
+        flags = {
+            "-tiny": tiny,
+            "-side": side,
+            "-stack": not tiny and not side,
+            "-broad": side and width >= 140,
+            "-narrower": width < 140,
+            "-roomy": height >= 32,
+            "-low": height < 44,
+            "-short": height < 34,
+            "-flat": tiny and height < 8,
+            "-line": tiny and height < 3,
+        }
+        for name, on_ in flags.items():
+            self.set_class(on_, name)
+
+    def show_view(self, view: View) -> None:
+        """Switch between chat, ops and all."""
+        self.view = view
+        for name in ("chat", "ops", "all"):
+            self.set_class(name == view, f"-{name}")
+
+    def toggle_logs(self) -> None:
+        """Show or hide what was printed."""
+        self.toggle_class("-logs")
+
+    # ------------------------------------------------------------------------------- painting
+
+    def paint(self, state: DashboardState, now: float) -> None:
+        """Paint every widget that is on the screen."""
+        for widget in self.query(Lines):
+            if widget.is_attached and _shown(widget):
+                widget.paint(state, now)
+                widget.stale = False
+        for box in self.query(Box):
+            box.retitle()
+
+    @property
+    def stale(self) -> bool:
+        """Some widget asked for a frame."""
+        return any(w.stale and _shown(w) for w in self.query(Lines))
+
+    # ----------------------------------------------------------------------- focus and key mode
+
+    @property
+    def typing(self) -> bool:
+        """Letters go into the prompt."""
+        return self.focused is self.prompt
+
+    def action_back(self) -> None:
+        """Out of the prompt; then out of the selection."""
+        if self.typing:
+            target = next((w for w in (self.map, self.strip, self.chat) if _shown(w)), None)
+            self.set_focus(target)
+        elif self.selected is not None:
+            self.select(None)
+
+    def action_ask(self) -> None:
+        """Back to the prompt."""
+        if self.live:
+            self.prompt.focus()
+
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        """The prompt exists only where an engine takes prompts."""
+        return self.live if action == "ask" else True
+
+    # ------------------------------------------------------------------------------------ link
+
+    def select(self, block: int | None) -> None:
+        """Show this block's details and light it up everywhere."""
+        self.selected = self.map.selected = self.detail.block = block
+        self.set_class(block is not None, "-selected")
+        self._relink()
+
+    def _relink(self) -> None:
+        ids = self._hovered or (frozenset() if self.selected is None else frozenset({self.selected}))
+        for widget in (self.map, self.strip, self.chat):
+            if widget.link != ids:
+                widget.set_link(ids)
+                widget.wake()
+        self.detail.wake()
+
+    def _point(self, ids: Iterable[int], clicked: bool) -> None:
+        blocks = [b for b in ids if 0 < b < self.state.num_blocks]
+        if clicked and blocks:
+            self.select(blocks[0])
+        hovered = frozenset() if clicked else frozenset(blocks)
+        if hovered != self._hovered or clicked:
+            self._hovered = hovered
+            self._relink()
+        self._tell(blocks)
+
+    def _tell(self, blocks: list[int]) -> None:
+        box = self.query_one("#map-box", Box)
+        text = ""
+        if len(blocks) == 1:
+            info = self.state.block(blocks[0])
+            refs = f"{info.ref} ref{'s' * (info.ref != 1)}"
+            text = f"block {info.id:,} · {info.state.name.lower()} · {refs} · read {info.hits}×"
+        elif blocks:
+            text = f"blocks {blocks[0]:,} to {blocks[-1]:,}"
+        if box.border_subtitle != text:
+            box.border_subtitle = text
+
+    @on(BlockMap.Pointed)
+    def _map_pointed(self, event: BlockMap.Pointed) -> None:
+        self._point(event.ids, event.clicked)
+
+    @on(LookupStrip.Pointed)
+    @on(Chat.Pointed)
+    def _text_pointed(self, event: LookupStrip.Pointed | Chat.Pointed) -> None:
+        view = self.state.requests.get(event.request_id)
+        if view is not None:
+            self._point(lookup.physical(lookup.table_of(self.state, view), event.indices), event.clicked)
+            if event.clicked and isinstance(event, Chat.Pointed):
+                self.strip.picked = event.request_id
+
+
+def _shown(widget: Widget) -> bool:
+    return all(node.display for node in widget.ancestors_with_self if isinstance(node, Widget))
