@@ -52,3 +52,6 @@ check: $(READY)
 
 bench: $(READY)
 	@$(BIN)/kvtop bench $(ARGS)
+
+shots: $(READY)
+	@$(BIN)/python demos/shots/make.py
