@@ -23,31 +23,37 @@ class Layout:
     """How `n` blocks (ids 1..n) lie on width x height cells, row by row.
 
     mode: cells (one block a cell), halves (two, one above the other), majority (half-block pixels of many
-    blocks), glyphs (one pixel of many blocks a cell, where there is no colour). pitch: cells that a block
-    takes across.
+    blocks), glyphs (one pixel of many blocks a cell, where there is no colour). pitch, rise: cells that a
+    block takes across and down, more than 1 where there is room for gaps.
     """
 
     mode: Mode
     width: int
     height: int
     pitch: int
+    rise: int
     n: int
 
     @classmethod
     def fit(cls, n: int, width: int, height: int, colour: bool = True) -> Layout:
         """The most legible mode in which all blocks are visible; without colour a cell has one glyph."""
-        if n <= (width // 2) * height:
-            return cls("cells", width, height, 2, n)
+        if n <= (width // 2) * ((height + 1) // 2):
+            return cls("cells", width, height, 2, 2, n)
         if n <= width * height:
-            return cls("cells", width, height, 1, n)
+            return cls("cells", width, height, 1, 1, n)
         if not colour:
-            return cls("glyphs", width, height, 1, n)
-        return cls("halves" if n <= 2 * width * height else "majority", width, height, 1, n)
+            return cls("glyphs", width, height, 1, 1, n)
+        return cls("halves" if n <= 2 * width * height else "majority", width, height, 1, 1, n)
 
     @property
     def columns(self) -> int:
         """Blocks (or pixels) in a row."""
         return self.width // self.pitch
+
+    @property
+    def rows(self) -> int:
+        """Rows of blocks, the gaps between them left out."""
+        return (self.height + self.rise - 1) // self.rise
 
     @property
     def stack(self) -> int:
@@ -57,7 +63,7 @@ class Layout:
     @property
     def pixels(self) -> int:
         """Places for blocks."""
-        return self.columns * self.height * self.stack
+        return self.columns * self.rows * self.stack
 
     @property
     def row(self) -> int:
@@ -67,9 +73,10 @@ class Layout:
         return max(1, self.n // (self.height * self.stack))
 
     def title(self, block_size: int) -> str:
-        """The scale in words."""
+        """The scale in words, at most as wide as the map."""
         if self.mode == "cells":
-            return f"1 cell = 1 physical block = {block_size} tokens"
+            block = "physical block" if self.width >= 54 else "block"
+            return f"1 cell = 1 {block} = {block_size} tokens"
         if self.mode == "halves":
             return f"2 blocks a cell = {2 * block_size} tokens"
         per_cell = self.n / (self.columns * self.height)
@@ -83,9 +90,10 @@ class Layout:
     def blocks_at(self, x: int, y: int) -> range:
         """Ids under cell (x, y): the first of them if a cell has two."""
         column = x // self.pitch
-        if not (0 <= column < self.columns and 0 <= y < self.height):
+        row, gap = divmod(y, self.rise)
+        if gap or not (0 <= column < self.columns and 0 <= row < self.rows):
             return range(0)
-        pixel = y * self.stack * self.columns + column
+        pixel = row * self.stack * self.columns + column
         if self.mode in ("cells", "halves"):
             return range(pixel + 1, min(pixel + 2, self.n + 1))
         # Block i (from 0) lies on pixel i * pixels // n, so pixel p starts at ceil(p * n / pixels).

@@ -70,6 +70,7 @@ _GLYPH_CODES = np.array(
 )
 """Cell code of a pixel where there is no colour."""
 
+_SHORT = {"active": "act", "filling": "fill", "evicted": "evict"}
 _LEGEND = {
     "hit": "◆",
     "active": "█",
@@ -182,7 +183,7 @@ class BlockMap(Lines):
         self._mark_cells(codes)
         grid = np.full(layout.pixels, VOID, np.int16)
         grid[: layout.n] = codes
-        return grid.reshape(layout.height, layout.columns)
+        return grid.reshape(layout.rows, layout.columns)
 
     def _mark_cells(self, codes: NDArray[np.int16]) -> None:
         motion = self.motion
@@ -243,7 +244,7 @@ class BlockMap(Lines):
             if spare:
                 segments.append(Segment(" " * spare, self.base))
             strip = Strip(segments, layout.width)
-            self.set_strip(y, strip, int(xs[0]) * pitch, (int(xs[-1]) + 1) * pitch)
+            self.set_strip(y * layout.rise, strip, int(xs[0]) * pitch, (int(xs[-1]) + 1) * pitch)
         self._grid = grid
 
     # --------------------------------------------------------------------------- how it looks
@@ -277,10 +278,13 @@ class BlockMap(Lines):
         if layout.width >= 92:
             kinds = np.bincount(state.state[1:], minlength=STATES).tolist()
             counts = dict(zip(_PIXELS, kinds, strict=False))
+        names = [(n, g, n) for n, g in _LEGEND.items()]
+        if sum(len(g + n) + 1 for n, g, _ in names) - 1 > layout.width:
+            names = [(n, g[0], _SHORT.get(n, n)) for n, g, _ in names]
         muted, parts, used = self.ink("muted"), list[Part](), 0
-        for name, glyph in _LEGEND.items():
+        for name, glyph, word in names:
             mark = "■" if layout.stack == 2 else glyph
-            word = f" {name} {counts[name]:,}" if name in counts else f" {name}" if counts else name
+            word = f" {word} {counts[name]:,}" if name in counts else f" {word}" if counts else word
             gap = "" if not parts else "   " if counts else " "
             used += len(gap + mark + word)
             if used > layout.width:

@@ -298,7 +298,6 @@ class Chat(Lines):
         """ "cold · computed 1,040 tokens · 690 ms" and its other forms."""
         muted, hit = self.ink("muted"), self.ink("hit")
         read, todo = view.cached_tokens, view.prompt_tokens - view.cached_tokens
-        parts: list[Part] = []
         if view.phase == "queued":
             text = "waiting"
             if view.blocked is not None:
@@ -309,24 +308,24 @@ class Chat(Lines):
             return [
                 (cut("preempted: gave its blocks up, waits to compute again", width), self.ink("warning"))
             ]
-        if read:
-            parts.append((f"read {count(read)}", hit))
-        else:
-            parts.append(("cold", self.ink("active")))
+        first: list[Part] = [(f"read {count(read)}", hit)] if read else [("cold", self.ink("active"))]
         if view.t_first is None and view.phase == "running":
             done = max(0, view.num_computed - read)
-            parts.append((f" · computing {count(done)} of {count(todo)}", muted))
-        else:
-            unit = "" if read else " tokens"
-            parts.append((f" · computed {count(todo)}{unit}", muted))
-        if view.ttft is not None:
-            parts.append((f" · {duration(view.ttft)}", hit if read else muted))
+            return [*first, (f" · computing {count(done)} of {count(todo)}", muted)]
+        end: list[Part] = (
+            [(f" · {duration(view.ttft)}", hit if read else muted)] if view.ttft is not None else []
+        )
         if times := lookup.speedup(state, view):
-            parts.append((f"   {times}", hit + Style(bold=True)))
+            end.append((f"   {times}", hit + Style(bold=True)))
         if view.finish_reason in ("length", "abort"):
             word = "aborted" if view.finish_reason == "abort" else f"cut at {view.num_output} tokens"
-            parts.append((f" · {word}", muted))
-        return parts
+            end.append((f" · {word}", muted))
+        middles = (f" · computed {count(todo)} tokens", f" · computed {count(todo)}", "")
+        for middle in middles[bool(read) :]:
+            row = [*first, (middle, muted), *end]
+            if sum(cell_len(t) for t, _ in row) <= width:
+                break
+        return row
 
     def _streamed(self, view: RequestView, answer: Passage, width: int) -> Iterator[Line]:
         text = self.ink("text")
