@@ -18,6 +18,7 @@ from rich.cells import get_character_cell_size
 from rich.color import Color, ColorType
 from rich.style import Style
 
+from engine import SetupError
 from kvtop.glyphs import Polygon, Rect, Shade, Shape, Stroke, shapes
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ _SUPERSAMPLE = 4
 Rgb = tuple[int, int, int]
 
 
-class PictureError(ValueError):
+class PictureError(SetupError):
     """A picture cannot be made; one line that says why and what to do."""
 
 

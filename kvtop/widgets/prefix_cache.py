@@ -35,7 +35,8 @@ class PrefixCachePanel(Panel):
             "look-ups",
             "Requests that asked the hash table for their prompt, once each (not after a preemption).",
         ),
-        ("table", "Distinct contents that can be found, and blocks that hold one, of the usable blocks."),
+        ("table", "Blocks whose content can be found by its hash, of the usable blocks."),
+        ("contents", "Different contents among them."),
         (
             "duplicates",
             "Blocks stored although their content was in the table already, under another id.",
@@ -58,6 +59,7 @@ class PrefixCachePanel(Panel):
             value = f"{share} · {count(state.hit_tokens)} of {count(state.query_tokens)} tokens"
         else:
             value = f"{NONE} no look-up yet"
+        hashed = int(state.hashed.sum())
         rows = [
             self.figures(
                 width,
@@ -66,8 +68,8 @@ class PrefixCachePanel(Panel):
             ),
             self.figures(
                 width,
-                ("table", f"{count(state.num_hashes)} contents", self.ink("cached")),
-                ("in", f"{count(int(state.hashed.sum()))} of {count(state.num_blocks - 1)} blocks", None),
+                ("table", f"{count(hashed)} of {count(state.num_blocks - 1)} blocks", self.ink("cached")),
+                ("contents", count(state.num_hashes), None),
                 ("duplicates", count(state.duplicates), None),
             ),
             self.figures(

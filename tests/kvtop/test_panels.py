@@ -304,7 +304,7 @@ async def test_the_prefix_cache_counts_as_the_state_does() -> None:
         assert f"{state.hit_tokens:,} of {state.query_tokens:,} tokens" in text
         assert "look-ups 4" in text
         assert f"evicted {state.evictions}" in text
-        assert f"in {int(state.hashed.sum())} of 80 blocks" in text
+        assert f"table {int(state.hashed.sum())} of 80 blocks   contents {state.num_hashes}" in text
         assert lines[3].startswith("  100 %")
 
 
