@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -23,7 +24,7 @@ from textual.screen import Screen
 from textual.timer import Timer
 
 from engine import SetupError
-from kvtop import themes
+from kvtop import signs, themes
 from kvtop.asking import Asker
 from kvtop.capture import Capture
 from kvtop.demo import Performance
@@ -35,8 +36,7 @@ from kvtop.screens.main import MainScreen
 from kvtop.settings import log_file
 from kvtop.state import DashboardState
 from kvtop.text import cut, safe_text
-from kvtop.widgets.header import Badge
-from kvtop.widgets.hint import Key, KeyLine
+from kvtop.widgets.hint import KeyLine
 from kvtop.widgets.prompt import Prompt
 
 if TYPE_CHECKING:
@@ -100,6 +100,7 @@ class KvtopApp(App[int]):
         self.captured = captured
         self.wall = wall
         self.state = DashboardState()
+        source.attach(self.state)
         self.motion = Motion(still=not options.motion)
         self.asker: Asker | None = None
         self.play: Performance | None = None
@@ -109,10 +110,13 @@ class KvtopApp(App[int]):
         self.stepping = False
         self.slow = options.slow
         self.frames = 0
+        self.own_themes: list[str] = []
+        """kvtop's and the user's, in the order of ctrl+t."""
         self._held: list[StepBatch] = []
+        self._applied = (-1, -1)
         self._told_errors = 0
         self._moved_at = self._painted_at = float("-inf")
-        self._standing = False
+        self._standing = self._running_known = False
         self._waking = False
         self._clock: Timer | None = None
         self._fast: Timer | None = None
@@ -140,7 +144,7 @@ class KvtopApp(App[int]):
         if chosen.name not in self.available_themes or chosen.name in {t.name for t in found}:
             self.register_theme(chosen)
         self.theme = chosen.name
-        self._own_themes = [t.name for t in found]
+        self.own_themes = [t.name for t in found]
         for problem in problems:
             self.notify(problem, title="A theme cannot be used", severity="warning")
 
@@ -229,6 +233,11 @@ class KvtopApp(App[int]):
             self.paint()
 
     @property
+    def playing(self) -> bool:
+        """A recording runs."""
+        return self.engine is None and not getattr(self.source, "paused", True)
+
+    @property
     def now(self) -> float:
         """The display's clock: the engine's, or the recording's."""
         if self.frozen or self.engine is None:
@@ -248,7 +257,7 @@ class KvtopApp(App[int]):
         if moved:
             self._moved_at = wall
         rest = wall - self._painted_at
-        settling = wall - self._moved_at < SETTLING and rest >= 0.5
+        settling = rest >= 0.5 and (wall - self._moved_at < SETTLING or self.playing)
         ageing = self.main.selected is not None and rest >= 1.0 and not self.frozen
         if moved or standing or was or settling or ageing or self.main.stale:
             self.paint()
@@ -267,18 +276,19 @@ class KvtopApp(App[int]):
             return False
         if self._held:
             batches, self._held = self._held + batches, []
-        started = self.state.started
+        state = self.state
         for batch in batches:
-            self.state.apply(batch)
-        if started is None and self.state.started is not None:
+            state.apply(batch)
+        if state.started is not None and not self._running_known:
+            self._running_known = True
             self._started()
         if self.asker is not None:
             self.asker.tick()
         if self.play is not None and self.play.tick():
-            batches = batches or []
             self.main.caption.wake()
         self._watch_errors()
-        return bool(batches)
+        before, self._applied = self._applied, (state.seq, state.generation)  # a source may jump by itself
+        return self._applied != before
 
     def _started(self) -> None:
         assert self.state.started is not None
@@ -306,110 +316,12 @@ class KvtopApp(App[int]):
         """One frame."""
         main, state, now = self.main, self.state, self.now
         main.map.touch(state.take_dirty())
-        main.header.badges = self._badges()
-        main.key_line.keys = self._keys()
-        self._tell_next()
+        main.header.badges = signs.badges(self)
+        main.key_line.keys = signs.keys(self)
+        signs.tell_next(self)
         main.paint(state, now)
         self._painted_at = self.wall()
         self.frames += 1
-
-    # ------------------------------------------------------------------- what the lines say
-
-    def _badges(self) -> list[Badge]:
-        state, badges = self.state, list[Badge]()
-        if state.losses:
-            badges.append(Badge(f"LOST {state.losses}", "error"))
-        if self.options.recording:
-            badges.append(Badge("REC", "error"))
-        if self.slow:
-            badges.append(Badge(f"SLOW {self.slow:g} s", "warning"))
-        if self.stepping:
-            badges.append(Badge("STEP", "warning"))
-        if any(e.fatal for e in state.errors):
-            badges.append(Badge("FAILED", "error"))
-        elif state.started is None:
-            badges.append(Badge("LOADING", "warning"))
-        elif self.frozen:
-            badges.append(Badge("FROZEN", "warning"))
-        elif self.engine is None:
-            badges.append(Badge(self._place(), "primary"))
-        else:
-            badges.append(Badge("LIVE" if self.play is None else "DEMO", "success"))
-        return badges
-
-    def _place(self) -> str:
-        told = getattr(self.source, "place", None)
-        return f"REPLAY {told}" if told else f"REPLAY {self.state.t:.1f} s"
-
-    def _keys(self) -> list[Key]:
-        view = " · ".join(VIEWS)
-        common = [Key("F1", "help", "f1"), Key("F2", f"view {view}", "f2")]
-        if self.play is not None:
-            first = [Key("Enter", "go on", "enter")] if self.play.waiting else []
-            return [
-                *first,
-                *common,
-                Key("F3", "slow motion", "f3"),
-                Key(".", "one step", "full_stop"),
-                Key("q", "quit", "q"),
-            ]
-        if self.engine is None:
-            play = "play" if self._paused else "pause"
-            return [
-                Key("space", play, "space"),
-                Key(", .", "step", "full_stop"),
-                Key("[ ]", "1 s", "right_square_bracket"),
-                Key("{ }", "10 s", "right_curly_bracket"),
-                Key("< >", "speed", "greater_than_sign"),
-                *common,
-                Key("q", "quit", "q"),
-            ]
-        slow = "run on" if self.stepping else "full speed" if self.slow else "slow motion"
-        if self.main.typing:
-            return [
-                Key("Esc", "keys", "escape"),
-                Key("Enter", "send", "enter"),
-                *common,
-                Key("F3", slow, "f3"),
-                Key("ctrl+p", "commands", "ctrl+p"),
-                Key("ctrl+q", "quit", "ctrl+q"),
-            ]
-        return [
-            Key("i", "prompt", "i"),
-            Key("space", "run on" if self.frozen else "freeze", "space"),
-            Key(".", "one step", "full_stop"),
-            Key("F3", slow, "f3"),
-            Key("arrows", "walk", "right"),
-            Key("tab", "panel", "tab"),
-            *common,
-            Key("q", "quit", "q"),
-        ]
-
-    @property
-    def _paused(self) -> bool:
-        return bool(getattr(self.source, "paused", False))
-
-    def _tell_next(self) -> None:
-        hint, fatal = self.main.hint, next((e for e in self.state.errors if e.fatal), None)
-        hint.warns = fatal is not None
-        if fatal is not None:
-            hint.says, hint.why = safe_text(fatal.message), "ctrl+q quits"
-        elif self.stepping:
-            hint.says, hint.why = "the engine stands still: . runs one step, F3 lets it run on", ""
-        elif self.frozen:
-            hint.says, hint.why = (
-                "the display is frozen, the engine runs on: space shows what happened since",
-                "",
-            )
-        elif self.asker is not None:
-            told = self.asker.next_enter(self.main.prompt.value)
-            hint.says, hint.why = told.says, told.why
-        if self.play is not None:
-            caption = self.main.caption
-            caption.says = self.play.caption
-            caption.then = "Enter goes on" if self.play.waiting else ""
-            if self.play.verdict is not None:
-                caption.then = "q quits"
 
     # ------------------------------------------------------------------------------------ keys
 
@@ -417,7 +329,7 @@ class KvtopApp(App[int]):
         """Only what works now: help lists what this allows."""
         if action in ("step_back", "seek", "speed"):
             return self.engine is None
-        if action in ("slow", "abort"):
+        if action in ("slow", "abort", "reset_cache"):
             return self.engine is not None
         if action == "new_conversation":
             return self.asker is not None
@@ -484,7 +396,7 @@ class KvtopApp(App[int]):
 
     def action_next_theme(self) -> None:
         """The next of kvtop's and the user's themes."""
-        names = self._own_themes
+        names = self.own_themes
         place = names.index(self.theme) + 1 if self.theme in names else 0
         self.theme = names[place % len(names)]
         self.notify(self.theme, title="Theme", timeout=1.5)
@@ -552,6 +464,11 @@ class KvtopApp(App[int]):
         if self.engine is not None and running:
             self.engine.abort(picked if picked in running else running[-1])
 
+    def action_reset_cache(self) -> None:
+        """Forget all hashes, unless blocks are in use."""
+        if self.engine is not None:
+            self.engine.reset_prefix_cache()
+
     def action_picture(self) -> None:
         """An SVG of the screen in the current folder."""
         from kvtop.picture import render
@@ -566,26 +483,29 @@ class KvtopApp(App[int]):
 
     def get_system_commands(self, screen: Screen[Any]) -> Iterable[SystemCommand]:
         """What ctrl+p offers."""
-        for name in self._own_themes:
-            yield SystemCommand(
-                f"Theme {name}", "Switch the colours", lambda name=name: setattr(self, "theme", name)
-            )
+        for name in self.own_themes:
+            yield SystemCommand(f"Theme {name}", "Switch the colours", partial(setattr, self, "theme", name))
         yield SystemCommand("Theme: all", "Choose among all themes", self.action_change_theme)
         for view in VIEWS:
-            yield SystemCommand(f"View {view}", "F2 goes round", lambda view=view: self.set_view(view))
-        yield SystemCommand("Help", "Keys, the map, every figure (F1)", self.action_help)
-        yield SystemCommand("Logs", "What the engine printed (F4)", self.action_logs)
-        yield SystemCommand("Picture", "Save the screen as SVG", self.action_picture)
-        if self.engine is not None:
-            yield SystemCommand("Slow motion", "Let the engine wait between steps (F3)", self.action_slow)
-            yield SystemCommand("Freeze", "Stop the display, not the engine", self.action_freeze)
-            yield SystemCommand("One step", "Run a single engine step", self.action_step)
-            yield SystemCommand("Reset prefix cache", "Forget all hashes", self.engine.reset_prefix_cache)
-        if self.asker is not None:
-            yield SystemCommand(
-                "New conversation", "The next prompt starts anew (ctrl+n)", self.action_new_conversation
-            )
-        yield SystemCommand("Quit", "Leave (ctrl+q)", self.action_quit)
+            yield SystemCommand(f"View {view}", "F2 goes round", partial(self.set_view, view))
+        for title, about, action, name in (
+            ("Help", "Keys, the map, every figure (F1)", self.action_help, "help"),
+            ("Logs", "What the engine printed (F4)", self.action_logs, "logs"),
+            ("Picture", "Save the screen as SVG (s)", self.action_picture, "picture"),
+            ("Slow motion", "Let the engine wait between steps (F3)", self.action_slow, "slow"),
+            ("Freeze", "Stop the display, not the engine (space)", self.action_freeze, "freeze"),
+            ("One step", "Run a single engine step (.)", self.action_step, "step"),
+            (
+                "New conversation",
+                "The next prompt starts anew (ctrl+n)",
+                self.action_new_conversation,
+                "new_conversation",
+            ),
+            ("Reset prefix cache", "Forget all hashes", self.action_reset_cache, "reset_cache"),
+            ("Quit", "Leave (ctrl+q)", self.action_quit, "quit"),
+        ):
+            if self.check_action(name, ()):
+                yield SystemCommand(title, about, action)
 
 
 # ------------------------------------------------------------------------------------------ running

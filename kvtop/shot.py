@@ -20,6 +20,7 @@ from kvtop.app import KvtopApp
 from kvtop.options import Options, View
 from kvtop.picture import FORMATS, PictureError, render
 from kvtop.recording import RecordingError, read
+from kvtop.state import DashboardState
 from kvtop.text import cut, safe_text
 
 LARGEST = 500
@@ -98,6 +99,9 @@ class _Nothing:
 
     def __init__(self, place: str) -> None:
         self.place = place
+
+    def attach(self, state: DashboardState) -> None:
+        """The app's state is filled by hand."""
 
     def drain(self) -> list[StepBatch]:
         """No batch."""

@@ -1,0 +1,113 @@
+"""Signs: what the badges, the key line and the hint say about the mode that the dashboard is in.
+
+Reads the application and writes only those three widgets. Invariant: a key is named only while pressing
+it does what the line says.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvtop.options import VIEWS
+from kvtop.text import safe_text
+from kvtop.widgets.header import Badge
+from kvtop.widgets.hint import Key
+
+if TYPE_CHECKING:
+    from kvtop.app import KvtopApp
+
+_HELP = Key("F1", "help", "f1")
+_VIEW = Key("F2", "view " + "/".join(VIEWS), "f2")
+_STEP = Key(".", "one step", "full_stop")
+_QUIT = Key("q", "quit", "q")
+
+
+def badges(app: KvtopApp) -> list[Badge]:
+    """From the rare to the mode itself, which always comes last."""
+    state, told = app.state, list[Badge]()
+    if state.losses:
+        told.append(Badge(f"LOST {state.losses}", "error"))
+    if app.options.recording:
+        told.append(Badge("REC", "error"))
+    if app.slow:
+        told.append(Badge(f"SLOW {app.slow:g} s", "warning"))
+    if app.stepping:
+        told.append(Badge("STEP", "warning"))
+    told.append(_mode(app))
+    return told
+
+
+def _mode(app: KvtopApp) -> Badge:
+    if any(e.fatal for e in app.state.errors):
+        return Badge("FAILED", "error")
+    if app.frozen:
+        return Badge("FROZEN", "warning")
+    if app.engine is None:
+        return Badge(f"REPLAY {getattr(app.source, 'place', '')}".rstrip(), "primary")
+    if app.state.started is None:
+        return Badge("LOADING", "warning")
+    return Badge("DEMO" if app.play is not None else "LIVE", "success")
+
+
+def keys(app: KvtopApp) -> list[Key]:
+    """What works now, the most useful first: a narrow line drops the rest."""
+    slow = Key("F3", "run on" if app.stepping else "full speed" if app.slow else "slow motion", "f3")
+    if app.play is not None:
+        go_on = [Key("Enter", "go on", "enter")] if app.play.waiting else []
+        return [*go_on, _HELP, _VIEW, slow, _STEP, _QUIT]
+    if app.engine is None:
+        return [
+            Key("space", "pause" if app.playing else "play", "space"),
+            Key(", .", "step", "full_stop"),
+            Key("[ ]", "1 s", "right_square_bracket"),
+            Key("{ }", "10 s", "right_curly_bracket"),
+            Key("< >", "speed", "greater_than_sign"),
+            _HELP,
+            _VIEW,
+            _QUIT,
+        ]
+    if app.main.typing:
+        return [
+            Key("Esc", "keys", "escape"),
+            Key("Enter", "send", "enter"),
+            _HELP,
+            _VIEW,
+            slow,
+            Key("ctrl+p", "commands", "ctrl+p"),
+            Key("ctrl+q", "quit", "ctrl+q"),
+        ]
+    return [
+        Key("i", "prompt", "i"),
+        Key("space", "go on" if app.frozen else "freeze", "space"),
+        _STEP,
+        slow,
+        _HELP,
+        _VIEW,
+        _QUIT,
+        Key("arrows", "walk", "right"),
+        Key("tab", "next panel", "tab"),
+    ]
+
+
+def tell_next(app: KvtopApp) -> None:
+    """The hint under the prompt, and a demo's caption."""
+    hint = app.main.hint
+    fatal = next((e for e in app.state.errors if e.fatal), None)
+    hint.warns = fatal is not None
+    if fatal is not None:
+        hint.says, hint.why = safe_text(fatal.message), "ctrl+q quits"
+    elif app.stepping:
+        hint.says, hint.why = "the engine stands still: . runs one step, F3 lets it run on", ""
+    elif app.frozen:
+        hint.says, hint.why = "the display is frozen, the engine runs on; space catches up", ""
+    elif app.asker is not None and app.main.typing:
+        told = app.asker.next_enter(app.main.prompt.value)
+        hint.says, hint.why = told.says, told.why
+    else:
+        hint.says, hint.why = "key mode: letters act; i or Enter goes back to the prompt", ""
+    if app.play is not None:
+        caption = app.main.caption
+        caption.says = app.play.caption
+        caption.then = (
+            "q quits" if app.play.verdict is not None else "Enter goes on" if app.play.waiting else ""
+        )
