@@ -80,8 +80,8 @@ class PoolView:
         self.born_at = [0.0] * num_blocks
         self._changed: set[int] = set()
         """Differ from the columns."""
-        self._dirty: set[int] = set(range(num_blocks))
-        """Differ from what was drawn last."""
+        self._dirty: set[int] | None = None
+        """Differ from what was drawn last; None: all of them."""
         self._columns: dict[str, npt.NDArray[Any]] = {
             "ref": np.zeros(num_blocks, np.int32),
             "order": np.arange(num_blocks, dtype=np.int64),
@@ -101,7 +101,7 @@ class PoolView:
         other._fill, other._hits, other._last_seq = self._fill[:], self._hits[:], self._last_seq[:]
         other._touched, other.born_at = self._touched[:], self.born_at[:]
         other._changed = self._changed.copy()
-        other._dirty = set(range(self.mirror.num_blocks))
+        other._dirty = None
         other._columns = {k: v.copy() for k, v in self._columns.items()}
         return other
 
@@ -116,12 +116,13 @@ class PoolView:
 
     def take_dirty(self) -> npt.NDArray[np.int64]:
         """Blocks that may look different from the last call, each once, in no order."""
-        self._dirty |= self._changed
-        ids = np.fromiter(self._dirty, np.int64, len(self._dirty))
-        self._dirty.clear()
         if self._changed:
             self._sync()
-            self._dirty.clear()
+        if self._dirty is None:
+            ids = np.arange(self.mirror.num_blocks)
+        else:
+            ids = np.fromiter(self._dirty, np.int64, len(self._dirty))
+        self._dirty = set()
         return ids
 
     def fill_of(self, block: int) -> int:
@@ -249,7 +250,8 @@ class PoolView:
 
     def _sync(self) -> None:
         ids = list(self._changed)
-        self._dirty |= self._changed
+        if self._dirty is not None:
+            self._dirty |= self._changed
         self._changed.clear()
         # itemgetter returns a bare item for one index; the last one twice keeps it a tuple.
         pick = itemgetter(*ids, ids[-1])

@@ -57,6 +57,8 @@ class DashboardState:
         self.step = 0
         self.seq = -1
         self.num_events = 0
+        self.num_batches = 0
+        """Batches applied."""
         self.losses = 0
         """Batches that never came, and laws that broke."""
         self.synced = True
@@ -109,6 +111,7 @@ class DashboardState:
         if batch.seq != self.seq + 1 or batch.first_event != self.num_events or batch.t < self.t:
             self._discontinuity(batch)
         self.seq, self.step = batch.seq, batch.step
+        self.num_batches += 1
         self.t = max(self.t, batch.t)
         self.num_events = batch.first_event + len(batch.events)
         self._slow = any(type(e) is ev.StepCompleted and e.slow for e in batch.events)
