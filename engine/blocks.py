@@ -63,6 +63,8 @@ class FreeQueue:
 
     def pop(self, count: int) -> list[int]:
         """The first `count` blocks. Raises NoFreeBlocks, unchanged, if there are fewer."""
+        if count < 0:
+            raise ValueError(f"cannot take {count} blocks")
         if count > self._count:
             raise NoFreeBlocks(f"no free blocks available: {count} asked for, {self._count} free")
         follow, block, out = self._next, self._next[0], []
@@ -131,8 +133,8 @@ class BlockPool:
         self._ref = [0] * num_blocks
         self._hash: list[bytes | None] = [None] * num_blocks
         self._table: dict[bytes, int] = {}
-        # Further blocks of the same content, oldest first; most hashes have none, so no list each.
-        self._copies: dict[bytes, list[int]] = {}
+        # Further blocks of the same content, in the order stored; most hashes have none, so no dict each.
+        self._copies: dict[bytes, dict[int, None]] = {}
         self._num_cached = 0
 
     # ---------------------------------------------------------------- counts and look-ups
@@ -203,7 +205,9 @@ class BlockPool:
         return ids
 
     def touch(self, seq_id: int, ids: Sequence[int], why: Literal["hit", "fork"]) -> None:
-        """One more table references each of these."""
+        """One more table references each of these. Raises ValueError on the null block, unchanged."""
+        if NULL_BLOCK in ids:
+            raise ValueError("the null block stands in no table")
         for b in ids:
             if self._ref[b] == 0:
                 self._queue.remove(b)
@@ -225,20 +229,23 @@ class BlockPool:
         return dst
 
     def release(self, seq_id: int, ids: Sequence[int]) -> None:
-        """One table lets go of these, given last table entry first. Raises ValueError on ref 0."""
-        if any(self._ref[b] < n for b, n in Counter(ids).items()):
-            raise ValueError(f"release of an unreferenced block among {list(ids)}")
+        """One table lets go of these, given last table entry first. Raises ValueError, unchanged, if a
+        block is unreferenced or given twice."""
+        if not ids:
+            return
+        ref, hashes = self._ref, self._hash
+        if min(map(ref.__getitem__, ids)) < 1 or len(set(ids)) < len(ids):
+            raise ValueError(f"release of an unreferenced or repeated block among {list(ids)}")
         head: list[int] = []
         tail: list[int] = []
         for b in ids:
-            self._ref[b] -= 1
-            if self._ref[b] == 0:
-                (head if self._hash[b] is None else tail).append(b)
+            ref[b] -= 1
+            if not ref[b]:
+                (head if hashes[b] is None else tail).append(b)
         self._queue.push_head(head)
         self._queue.push_tail(tail)
         self._num_cached += len(tail)
-        if ids:
-            self.events.append(BlocksReleased(seq_id, list(ids)))
+        self.events.append(BlocksReleased(seq_id, list(ids)))
 
     def store(
         self,
@@ -251,13 +258,18 @@ class BlockPool:
         salt: bytes | None = None,
     ) -> None:
         """Full blocks become findable. A content that is known already gets one more block, kept as a
-        duplicate: tables never change under a running sequence. Raises ValueError on a hashed block."""
-        if any(self._hash[b] is not None for b in ids):
-            raise ValueError("a block has at most one hash")
+        duplicate: tables never change under a running sequence. Raises ValueError, unchanged, if a
+        block is hashed already or in no table."""
+        if not ids:
+            return
+        if any(self._hash[b] is not None or not self._ref[b] for b in ids):
+            raise ValueError(f"only a referenced block without a hash is stored: {list(ids)}")
+        if len(ids) != len(hashes):
+            raise ValueError(f"{len(ids)} blocks but {len(hashes)} hashes")
         for b, h in zip(ids, hashes, strict=True):
             self._hash[b] = h
             if h in self._table:
-                self._copies.setdefault(h, []).append(b)
+                self._copies.setdefault(h, {})[b] = None
             else:
                 self._table[h] = b
         self.events.append(
@@ -306,11 +318,11 @@ class BlockPool:
             copies = self._copies.get(h)
             if self._table[h] == b:
                 if copies:
-                    self._table[h] = copies.pop(0)
+                    self._table[h], _ = copies.popitem()  # the youngest: usually the last to be evicted
                 else:
                     del self._table[h]
             elif copies:
-                copies.remove(b)
+                del copies[b]
             if copies is not None and not copies:
                 del self._copies[h]
         self.events.append(BlocksEvicted(ids, dropped, by_seq, why))

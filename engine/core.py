@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from itertools import count
-from typing import Any
+from typing import Any, Literal
 
 from engine.blocks import BlockPool
 from engine.config import EngineConfig, SetupError
@@ -32,7 +32,7 @@ from engine.events import (
 from engine.hashing import salt_digest
 from engine.paging import Paging
 from engine.params import SamplingParams
-from engine.runner import ModelRunner, Plan, StepOutput
+from engine.runner import ModelRunner, Plan, Row, StepOutput
 from engine.scheduler import Scheduler
 from engine.sequence import Request, Status
 from engine.sequence import Sequence as Branch
@@ -111,10 +111,15 @@ class EngineCore:
         spans: list[tuple[int, int, str, str]] | None = None,
         template_rewrote_history: bool = False,
         refuse: str | None = None,
+        ends: Literal["refused", "abort"] = "refused",
     ) -> Request:
-        """Queue a request, or refuse it at once: for the given reason, or if it can never fit. Emits
-        RequestQueued."""
+        """Queue a request, or end it at once: for the reason in `refuse`, told as `ends`, for a number
+        that is no token, or if it can never fit. Emits RequestQueued. Ended so, it has no branches."""
         params = params.resolved(self._defaults, seed=(self._seed * 1_000_003 + request_id) % 2**63)
+        foreign = self._foreign_token(prompt_token_ids)
+        if foreign:
+            prompt_token_ids = []  # a number that is no token fits in no event and no table
+        problem = refuse or foreign or self._never_fits(len(prompt_token_ids))
         request = Request(
             request_id,
             prompt_token_ids,
@@ -127,10 +132,6 @@ class EngineCore:
             template_rewrote_history=template_rewrote_history,
             eos_token_ids=frozenset() if params.ignore_eos else self._eos,
         )
-        branch = Branch(next(self._seq_ids), request)
-        if self._token_bytes is not None:
-            branch.detok = Detokenizer(self._visible_bytes, params.stop)
-        request.branches.append(branch)
         self._show_pieces(prompt_token_ids)
         self.events.append(
             RequestQueued(
@@ -145,21 +146,28 @@ class EngineCore:
                 params.as_dict(),
             )
         )
-        problem = refuse or self._never_fits(request)
         if problem:
-            self._finish(request, "refused", problem)
-        else:
-            self.requests[request_id] = request
-            self.scheduler.add(request)
+            self._finish(request, ends, problem)
+            return request
+        branch = Branch(next(self._seq_ids), request)
+        if self._token_bytes is not None:
+            branch.detok = Detokenizer(self._visible_bytes, params.stop)
+        request.branches.append(branch)
+        self.requests[request_id] = request
+        self.scheduler.add(request)
         return request
 
-    def _never_fits(self, request: Request) -> str | None:
-        tokens, limit = request.prompt_tokens, self.runner.max_model_len
+    def _foreign_token(self, token_ids: Sequence[int]) -> str | None:
+        size = self.runner.vocab_size
+        for token in (min(token_ids, default=0), max(token_ids, default=0)):
+            if not 0 <= token < size:
+                return f"token id {token} is outside the model's vocabulary of {size:,}"
+        return None
+
+    def _never_fits(self, tokens: int) -> str | None:
+        limit = self.runner.max_model_len
         if tokens == 0:
             return "the prompt is empty: give at least one token"
-        bad = next((t for t in request.prompt_token_ids if not 0 <= t < self.runner.vocab_size), None)
-        if bad is not None:
-            return f"token id {bad} is outside the model's vocabulary of {self.runner.vocab_size:,}"
         if tokens < limit:
             return None
         size = self.paging.block_size
@@ -227,12 +235,7 @@ class EngineCore:
         if not self.scheduler:
             return None
         start = self.clock()
-        budget = self._budget
-        if self._chunked:
-            budget = self.runner.step_budget(budget, self.scheduler.longest_context)
-        # A budget that shrinks with the context must still hold every decode and one block of prefill.
-        budget = max(budget, self.scheduler.num_running_seqs + self.paging.block_size)
-        self._budget_now = min(budget, self._budget)
+        self._budget_now = self._step_budget()
         plan = self.scheduler.schedule(self.log.step, self._budget_now)
         if not plan.rows:
             return None
@@ -244,14 +247,24 @@ class EngineCore:
         self._t_schedule = self.clock() - start
         return plan
 
+    def _step_budget(self) -> int:
+        if not self._chunked:
+            return self._budget
+        budget = self.runner.step_budget(self._budget, self.scheduler.longest_context)
+        if budget >= self._budget:
+            return self._budget
+        # A budget that shrinks with the context must still hold every decode and one block of prefill.
+        return min(max(budget, self.scheduler.num_running_seqs + self.paging.block_size), self._budget)
+
     def finish(self, plan: Plan, output: StepOutput | None, error: Exception | None = None) -> StepBatch:
         """Commit an executed step, or undo one that was not (output None). Cuts the step's batch."""
         if output is None:
             self._undo(error)
-            output = StepOutput([])
+            completed = self._completed([], StepOutput([]))
         else:
             self._commit(plan, output)
-        batch = self.log.cut(self._completed(plan, output))
+            completed = self._completed(plan.rows, output)
+        batch = self.log.cut(completed)
         assert batch is not None
         return batch
 
@@ -265,55 +278,59 @@ class EngineCore:
 
     def _commit(self, plan: Plan, output: StepOutput) -> None:
         now = self.clock()
-        bad = {plan.rows[i].seq.request for i in output.bad_rows}
-        seq_ids: list[int] = []
-        token_ids: list[int] = []
-        counts: list[int] = []
-        computed: list[int] = []
-        texts: list[str] = []
-        done: list[Request] = []
         # A row that was dropped since begin (abort, preemption) counts as not executed.
+        kept = [self.scheduler.is_scheduled(row) for row in plan.rows]
+        bad = {plan.rows[i].seq.request: None for i in output.bad_rows if kept[i]}
         executed = [
-            (r, t) for r, t in zip(plan.rows, output.token_ids, strict=True) if self.scheduler.is_scheduled(r)
+            (row, [] if row.seq.request in bad else new)
+            for row, new, keep in zip(plan.rows, output.token_ids, kept, strict=True)
+            if keep
         ]
         self.scheduler.step_done()
-        for row, new in executed:
-            seq, request = row.seq, row.seq.request
-            end = row.start + row.n
-            request.recomputed_tokens += max(0, min(end, seq.high_computed) - row.start)
-            seq.num_computed = end
-            seq.high_computed = max(seq.high_computed, end)
-            if request in bad:
-                new = []
-            text = "".join(self._append(seq, t, now) for t in new)
-            if seq.finish_reason and seq.detok:
-                text += seq.detok.flush()
-            if seq.finish_reason and not request.live:
-                done.append(request)
-            seq_ids.append(seq.seq_id)
-            token_ids += new
-            counts.append(len(new))
-            computed.append(end)
-            texts.append(text)
+        texts = [self._advance(row, new, now) for row, new in executed]
+        token_ids = [token for _, new in executed for token in new]
         self._show_pieces(token_ids)
-        self.events.append(TokensSampled(seq_ids, token_ids, counts, computed, texts))
+        self.events.append(
+            TokensSampled(
+                [row.seq.seq_id for row, _ in executed],
+                token_ids,
+                [len(new) for _, new in executed],
+                [row.seq.num_computed for row, _ in executed],
+                texts,
+            )
+        )
+        done: dict[Request, None] = {}
         for row, _ in executed:
-            if row.seq.request not in bad:
+            seq, request = row.seq, row.seq.request
+            if request not in bad:
                 # After the stop check: what was hashed is exactly what was computed.
-                self.paging.publish(row.seq, row.seq.num_computed)
-            if row.seq.finish_reason and row.seq.request.live:
-                self.paging.release(row.seq)
-        # This forward ran: the end of a request must not retract what was published just now.
-        self.paging.begin_step()
-        for request in dict.fromkeys(done):
+                self.paging.publish(seq, seq.num_computed)
+            if seq.finish_reason:
+                if request.live:
+                    self.scheduler.retire(seq)
+                else:
+                    done[request] = None
+        for request in done:
             self._finish(request, request.branches[0].finish_reason or "stop")
         for request in bad:
-            if request.status is not Status.FINISHED:
-                for seq in request.branches:
-                    self.paging.invalidate(seq)
-                self._finish(
-                    request, "error", "the model gave NaN or infinite logits; its cached blocks were dropped"
-                )
+            self.paging.invalidate(request.branches[0])
+            self._finish(
+                request, "error", "the model gave NaN or infinite logits; its cached blocks were dropped"
+            )
+
+    def _advance(self, row: Row, new: list[int], now: float) -> str:
+        """One executed row: its KV is there, its sampled tokens are appended. Returns what they show."""
+        seq, end = row.seq, row.start + row.n
+        if row.start < seq.high_computed:
+            seq.request.recomputed_tokens += min(end, seq.high_computed) - row.start
+        seq.num_computed = end
+        seq.high_computed = max(seq.high_computed, end)
+        text = ""
+        for token in new:
+            text += self._append(seq, token, now)
+        if seq.finish_reason and seq.detok:
+            text += seq.detok.flush()
+        return text
 
     def _append(self, seq: Branch, token: int, now: float) -> str:
         """One sampled token: its visible text; sets finish_reason."""
@@ -361,15 +378,16 @@ class EngineCore:
         if self._on_finished:
             self._on_finished(request)
 
-    def _completed(self, plan: Plan, output: StepOutput) -> StepCompleted:
-        decode = sum(r.n for r in plan.rows if r.start >= r.seq.num_known)
+    def _completed(self, rows: list[Row], output: StepOutput) -> StepCompleted:
+        """rows: what the runner computed."""
+        decode = sum(r.n for r in rows if r.start >= r.seq.num_known)
         pool = self._pool
         waiting = self.scheduler.waiting
         return StepCompleted(
             slow=self.slow,
             budget=self._budget_now,
             decode_tokens=decode,
-            prefill_tokens=sum(r.n for r in plan.rows) - decode,
+            prefill_tokens=sum(r.n for r in rows) - decode,
             t_schedule=self._t_schedule,
             t_prepare=output.t_prepare,
             t_forward=output.t_forward,

@@ -15,6 +15,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import count
+from operator import index
+from typing import Literal
 
 from engine.chat import Conversation
 from engine.config import EngineConfig, SetupError
@@ -39,10 +41,21 @@ Build = Callable[[EngineConfig, Progress], Built]
 _log = logging.getLogger(__name__)
 
 
+_NO_TOKENIZER = "this engine has no tokenizer: submit token ids"
+
+
+class _StartGivenUp(Exception):
+    """stop() came while the model was loading."""
+
+
+def _one_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:280]
+
+
 @dataclass(slots=True)
 class _Turn:
     request_id: int
-    prompt: str | Sequence[int]
+    prompt: str | list[int]
     params: SamplingParams
     t_arrival: float
     priority: int
@@ -83,6 +96,7 @@ class Engine:
         self._core: EngineCore | None = None
         self._model: Built | None = None
         self._stopping = False
+        self._give_up_start = False
         self._paused = False
         self._single_steps = 0
         self._slow = 0.0
@@ -121,11 +135,13 @@ class Engine:
         return self._failure
 
     def stop(self, timeout: float = 10.0) -> None:
-        """Abort what runs, emit the closing PoolSnapshot and EngineStopped, end the thread."""
+        """Abort what runs, emit the closing PoolSnapshot and EngineStopped, end the thread. A start that
+        is still loading ends at its next sign of progress."""
 
         def command() -> None:
             self._stopping = True
 
+        self._give_up_start = True
         self._post(command)
         if self._thread.is_alive():
             self._thread.join(timeout)
@@ -147,22 +163,26 @@ class Engine:
 
         A text goes through the chat template: as the next turn of `conversation` (after its running
         turn has finished), else as a conversation of its own with `system`. Token ids go in as they
-        are. A refusal arrives as RequestFinished("refused").
+        are. A refusal arrives as RequestFinished("refused"). Raises TypeError on what is neither.
         """
+        if not isinstance(prompt, str):
+            if conversation is not None:
+                raise TypeError("a conversation takes text: it keeps the token ids itself")
+            prompt = list(map(index, prompt))  # the caller may change its list, numpy's numbers are not int
         turn = _Turn(next(self._ids), prompt, params or SamplingParams(), self.clock(), priority, salt)
 
         def command() -> None:
-            try:
-                if conversation is not None:
-                    chat = self._chats[conversation]
-                    chat.waiting.append(turn)
-                    self._next_turn(conversation, chat)
-                elif isinstance(turn.prompt, str):
-                    self._add_turn(turn, None, self._new_chat(system, system_name))
-                else:
-                    self._add(turn, list(turn.prompt))
-            except (SetupError, ValueError) as error:  # no tokenizer, or the template refuses the text
-                self._add(turn, [], refuse=str(error))
+            if not isinstance(turn.prompt, str):
+                self._add(turn, turn.prompt)
+            elif self._model is None or self._model.tokenizer is None:
+                self._add(turn, [], refuse=_NO_TOKENIZER)
+            elif conversation is None:
+                self._add_turn(turn, None, self._new_chat(system, system_name))
+            elif conversation in self._chats:
+                self._chats[conversation].waiting.append(turn)
+                self._next_turn(conversation, self._chats[conversation])
+            else:
+                self._add(turn, [], refuse=f"there is no conversation {conversation}")
 
         self._post(command)
         return turn.request_id
@@ -183,9 +203,8 @@ class Engine:
         def command() -> None:
             for chat in self._chats.values():
                 for turn in [t for t in chat.waiting if t.request_id == request_id]:
-                    # It was never queued, but whoever watches must learn that it came and went.
                     chat.waiting.remove(turn)
-                    self._add(turn, [], refuse="aborted while an earlier turn of its conversation ran")
+                    self._drop(turn)
             self._live().abort(request_id)
 
         self._post(command)
@@ -194,15 +213,19 @@ class Engine:
 
     def pause(self) -> None:
         """Run no step until resume() or step_once()."""
-        self._post(lambda: setattr(self, "_paused", True))
+        self._post(lambda: self._pause(True))
 
     def resume(self) -> None:
         """Run steps again."""
-        self._post(lambda: setattr(self, "_paused", False))
+        self._post(lambda: self._pause(False))
 
     def step_once(self) -> None:
-        """One step of a paused engine."""
-        self._post(lambda: setattr(self, "_single_steps", self._single_steps + 1))
+        """One step of a paused engine; nothing while it runs or has no work."""
+
+        def command() -> None:
+            self._single_steps += self._paused
+
+        self._post(command)
 
     def set_slow(self, seconds: float) -> None:
         """Slow motion: wait this long between steps; 0 ends it."""
@@ -228,13 +251,20 @@ class Engine:
 
     # ---------------------------------------------------------------- the engine thread
 
+    def _pause(self, paused: bool) -> None:
+        self._paused = paused
+        self._single_steps = 0
+
     def _post(self, command: Callable[[], None]) -> None:
         self._inbox.append(command)
         self._wake.set()
 
     def _publish(self, batch: StepBatch) -> None:
         for sink in self._sinks:
-            sink(batch)
+            try:
+                sink(batch)
+            except Exception:  # one reader's trouble is neither the engine's nor the other readers'
+                _log.exception("a sink failed on batch %d", batch.seq)
 
     def _live(self) -> EngineCore:
         assert self._core is not None
@@ -250,20 +280,28 @@ class Engine:
             self._ready.set()
             self._loop(core)
             reason = "stopped"
+        except _StartGivenUp:
+            self._failure = SetupError("the engine was stopped before it was ready")
+            reason = "stopped"
         except SetupError as error:
             self._fail(error)
             reason = "the start failed"
         except Exception as error:
             _log.exception("the engine thread failed")
-            self._fail(SetupError(f"engine: {type(error).__name__}: {' '.join(str(error).split())}"[:200]))
+            self._fail(SetupError(f"engine: {_one_line(error)}"))
             reason = "failed"
         finally:
             if sampler:
                 sampler.stop()
-        self._close(reason)
+        try:
+            self._close(reason)
+        finally:
+            self._ready.set()
 
     def _begin(self) -> EngineCore:
         def progress(done: int, total: int, what: str) -> None:
+            if self._give_up_start:
+                raise _StartGivenUp
             self._log.cut(ModelLoading(done, total, what))
 
         model = self._model = self._build(self.config, progress)
@@ -322,6 +360,7 @@ class Engine:
                 continue
             may_step = not self._paused or self._single_steps > 0
             if not (core.has_work and may_step):
+                self._single_steps = 0
                 core.flush()
                 self._wake.wait()
                 continue
@@ -347,7 +386,7 @@ class Engine:
                 self._inbox.popleft()()
             except Exception as error:
                 _log.exception("a command failed")
-                self._log.emit(EngineError(f"a command failed: {type(error).__name__}: {error}"[:300]))
+                self._log.emit(EngineError(f"a command failed: {_one_line(error)}"))
 
     def _fail(self, error: SetupError) -> None:
         self._failure = error
@@ -357,29 +396,36 @@ class Engine:
         core = self._core
         if core is not None:
             try:
+                for chat in self._chats.values():
+                    while chat.waiting:
+                        self._drop(chat.waiting.popleft())
                 for request_id in list(core.requests):
                     core.abort(request_id)
                 core.snapshot()
             except Exception:  # the failure that ended the engine is already told
                 _log.exception("closing the engine")
         self._log.cut(EngineStopped(reason))
-        self._ready.set()
 
     # ---------------------------------------------------------------- turns
 
     def _new_chat(self, system: str | None, name: str) -> _Chat:
         assert self._model is not None
         if self._model.tokenizer is None:
-            raise SetupError("this engine has no tokenizer: submit token ids")
+            raise SetupError(_NO_TOKENIZER)
         return _Chat(Conversation(self._model.tokenizer, system, name))
 
     def _next_turn(self, number: int, chat: _Chat) -> None:
-        if chat.running is None and chat.waiting:
+        while chat.running is None and chat.waiting:
             self._add_turn(chat.waiting.popleft(), number, chat)
 
     def _add_turn(self, turn: _Turn, number: int | None, chat: _Chat) -> None:
         assert isinstance(turn.prompt, str)
-        rendered = chat.conversation.turn(turn.prompt)
+        try:
+            rendered = chat.conversation.turn(turn.prompt)
+        except Exception as error:  # whatever a template makes of a text, its request comes to an end
+            return self._add(
+                turn, [], refuse=str(error) if isinstance(error, ValueError) else _one_line(error)
+            )
         if number is not None:
             chat.running = turn.request_id
         refuse = self._full(chat, turn.prompt, len(rendered.token_ids)) if number is not None else None
@@ -406,6 +452,7 @@ class Engine:
         spans: list[tuple[int, int, str, str]] | None = None,
         rewrote_history: bool = False,
         refuse: str | None = None,
+        ends: Literal["refused", "abort"] = "refused",
     ) -> None:
         self._live().add_request(
             turn.request_id,
@@ -418,7 +465,12 @@ class Engine:
             spans=spans,
             template_rewrote_history=rewrote_history,
             refuse=refuse,
+            ends=ends,
         )
+
+    def _drop(self, turn: _Turn) -> None:
+        """It was never queued, but whoever watches must learn that it came and went."""
+        self._add(turn, [], refuse="aborted while an earlier turn of its conversation ran", ends="abort")
 
     def _finished(self, request: Request) -> None:
         number = request.conversation
@@ -428,9 +480,10 @@ class Engine:
         if chat.running != request.request_id:
             return
         chat.running = None
-        branch = request.branches[0]
-        text = branch.detok.text if branch.detok else ""
-        chat.conversation.commit(list(branch.output_ids), text, request.finish_reason or "stop")
+        if request.branches:  # a refused turn leaves no trace
+            branch = request.branches[0]
+            text = branch.detok.text if branch.detok else ""
+            chat.conversation.commit(list(branch.output_ids), text, request.finish_reason or "stop")
         # The next turn must not be queued in the middle of a commit.
         self._post(lambda: self._next_turn(number, chat))
 

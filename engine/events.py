@@ -231,7 +231,11 @@ class PrefixLookup(Event, frozen=True):
 
 
 class AdmissionBlocked(Event, frozen=True):
-    """The head of the waiting queue cannot be admitted; emitted on change only. need, free: blocks."""
+    """The head of the waiting queue cannot be admitted; emitted on change only.
+
+    reason blocks: it needs `need`, running prompts leave `free` over; max_num_seqs: sequences it needs
+    and places that are free; max_num_batched_tokens (without chunked prefill): tokens of both.
+    """
 
     request_id: int
     need: int

@@ -21,7 +21,7 @@ def root_hash(seed: int) -> bytes:
 
 def salt_digest(salt: str) -> bytes:
     """What block 0's hash covers of a salt; 16 bytes. The salt itself appears in no event."""
-    return xxh3_128_digest(salt.encode())
+    return xxh3_128_digest(salt.encode("utf-8", "surrogatepass"))
 
 
 def block_hash(parent: bytes, tokens: bytes, salt: bytes = b"") -> bytes:

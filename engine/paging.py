@@ -9,9 +9,19 @@ whose forward will not run leaves no hash of unwritten KV behind (`retract`).
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from engine.blocks import BlockPool
 from engine.hashing import extend_chain, root_hash
 from engine.sequence import Sequence
+
+
+class _Publication(NamedTuple):
+    """What a sequence published ahead of its forward, and its request's books before that."""
+
+    ids: list[int]
+    high_before: int
+    tokens_before: int
 
 
 class Paging:
@@ -24,7 +34,7 @@ class Paging:
         self.caching = caching
         self.copies: list[tuple[int, int, int]] = []
         """Copies of this step in emission order: (seq_id, src, dst)."""
-        self._published: dict[Sequence, list[int]] = {}
+        self._unwritten: dict[Sequence, _Publication] = {}
         self._touched: dict[Sequence, list[int]] = {}
 
     # ---------------------------------------------------------------- the step in flight
@@ -32,19 +42,23 @@ class Paging:
     def begin_step(self) -> None:
         """Forget the last step: its KV is written, its copies ran."""
         self.copies.clear()
-        self._published.clear()
+        self._unwritten.clear()
         self._touched.clear()
 
     def retract(self, seq: Sequence) -> list[Sequence]:
         """The forward of `seq` will not run: drop its pending copies and the hashes that it published
-        in this step. Returns the sequences that had touched such a block; they must not run either."""
-        self.copies = [c for c in self.copies if c[0] != seq.seq_id]
-        ids = self._published.pop(seq, [])
+        for it. Returns the sequences that had touched such a block; they must not run either."""
+        if self.copies:
+            self.copies = [c for c in self.copies if c[0] != seq.seq_id]
         self._touched.pop(seq, None)
-        if not ids:
+        publication = self._unwritten.pop(seq, None)
+        if publication is None:
             return []
-        self.pool.unpublish(ids, seq.seq_id, "unwritten")
-        bad = set(ids)
+        request = seq.request
+        request.high_published = min(request.high_published, publication.high_before)
+        request.cache_write_tokens = min(request.cache_write_tokens, publication.tokens_before)
+        self.pool.unpublish(publication.ids, seq.seq_id, "unwritten")
+        bad = set(publication.ids)
         return [s for s, touched in self._touched.items() if not bad.isdisjoint(touched)]
 
     # ---------------------------------------------------------------- admission
@@ -121,11 +135,12 @@ class Paging:
         )
         seq.num_published = end
         request.stored.extend(zip(ids, hashes, strict=True))
+        if end * self.block_size > seq.num_computed:  # ahead of the forward that will write them
+            self._unwritten[seq] = _Publication(ids, request.high_published, request.cache_write_tokens)
         if end > request.high_published:
             first = max(start, request.high_published) * self.block_size
             request.cache_write_tokens += max(0, min(end * self.block_size, request.prompt_tokens) - first)
             request.high_published = end
-        self._published.setdefault(seq, []).extend(ids)
 
     def invalidate(self, seq: Sequence) -> None:
         """Its KV proved bad: nothing that its request stored is findable any more."""

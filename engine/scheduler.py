@@ -62,8 +62,8 @@ class Scheduler:
     @property
     def longest_context(self) -> int:
         """Tokens of the longest sequence that may be scheduled next."""
-        head = list(self.waiting)[:1]
-        return max((len(s) for r in (*self.running, *head) for s in r.live), default=0)
+        requests = [*self.running, self.waiting[0]] if self.waiting else self.running
+        return max((len(s.tokens) for r in requests for s in r.live), default=0)
 
     # ---------------------------------------------------------------- one step
 
@@ -73,8 +73,11 @@ class Scheduler:
         self._rows.clear()
         self._left = budget
         self._preempted_now = False
-        decodes = [s for r in self.running for s in r.live if s.is_decoding]
-        prefills = [s for r in self.running for s in r.live if not s.is_decoding]
+        decodes: list[Sequence] = []
+        prefills: list[Sequence] = []
+        for request in self.running:
+            for seq in request.live:
+                (decodes if seq.is_decoding else prefills).append(seq)
         for seq in (*decodes, *prefills):
             if self._left <= 0:
                 break
@@ -84,13 +87,15 @@ class Scheduler:
             self._admit_waiting()
         rows = list(self._rows.values())
         copies = [(src, dst) for _, src, dst in self.paging.copies]
-        retired, self._retired = self._retired, []
-        return Plan(step=step, rows=rows, copies=copies, retired=retired)
+        plan = Plan(step=step, rows=rows, copies=copies, retired=self._retired)
+        if rows:  # a plan without rows never reaches the runner, which must still hear of these
+            self._retired = []
+        return plan
 
     def _schedule_running(self, seq: Sequence) -> None:
         if not seq.table:  # a branch that came back from preemption with its siblings
             self.paging.admit(seq, self.paging.lookup(seq))
-        n = self._chunk(seq, len(seq) - seq.num_computed)
+        n = self._chunk(seq, len(seq.tokens) - seq.num_computed)
         while n and not self.paging.grow(seq, seq.num_computed + n):
             victim = self.running[-1]
             self.preempt(victim)
@@ -106,13 +111,15 @@ class Scheduler:
                 return
             seq = request.live[0]
             hits = self.paging.lookup(seq)
-            n = self._chunk(seq, len(seq) - len(hits) * self.paging.block_size)
+            want = len(seq) - len(hits) * self.paging.block_size
+            n = self._chunk(seq, want)
             if n == 0:
+                self._block(request, want, self._left, "max_num_batched_tokens")
                 return
-            # The whole sequence must fit, not only its first chunk: a prompt that starts and then
-            # cannot go on would be preempted and compute everything twice.
+            # The whole sequence must fit, not only its first chunk, into what the running prompts leave
+            # over: two that start and then cannot both go on would compute everything twice.
             need = self.paging.blocks_to_admit(seq, hits, len(seq)) + self._sibling_blocks(request)
-            free = self.paging.pool.num_available
+            free = self.paging.pool.num_available - self._promised_blocks()
             if need > free:
                 self._block(request, need, free, "blocks")
                 return
@@ -150,6 +157,12 @@ class Scheduler:
         assert grown, "the admission gate counted fewer blocks than growth takes"
         self._add_row(seq, n)
 
+    def _promised_blocks(self) -> int:
+        """Blocks that the running prompts will still take until they are computed."""
+        return sum(
+            self.paging.blocks_to_grow(s, len(s)) for r in self.running for s in r.live if not s.is_decoding
+        )
+
     def _sibling_blocks(self, request: Request) -> int:
         """Blocks that the other branches of a resumed request will need beside the first one's."""
         first, *others = request.live
@@ -164,18 +177,18 @@ class Scheduler:
         if n <= 0:
             return
         end = seq.num_computed + n
-        self._rows[seq] = Row(seq, seq.num_computed, n, sample=end == len(seq))
+        self._rows[seq] = Row(seq, seq.num_computed, n, sample=end == len(seq.tokens))
         self._left -= n
-        self.paging.publish(seq, min(end, seq.num_known))
+        if not seq.is_decoding:
+            self.paging.publish(seq, min(end, seq.num_known))
 
     def _chunk(self, seq: Sequence, want: int) -> int:
         """Tokens of `want` that this step may take."""
-        if not self._chunked and want > self._left:
-            return 0
+        if not self._chunked:
+            return want if want <= self._left else 0
         n = min(want, self._left)
-        others = len(self.running) + len(self.waiting) > 1
-        if self._threshold and others and not seq.is_decoding:
-            n = min(n, self._threshold)
+        if n > self._threshold > 0 and not seq.is_decoding and len(self.running) + len(self.waiting) > 1:
+            return self._threshold
         return n
 
     def _block(self, request: Request, need: int, free: int, reason: str) -> None:
@@ -222,9 +235,14 @@ class Scheduler:
             if row is not None:
                 self._left += row.n
             sharers += self.paging.retract(seq)
+            self.retire(seq)
+        return [s for s in sharers if s.request is not request]
+
+    def retire(self, seq: Sequence) -> None:
+        """Release its table and let the runner reuse its row."""
+        if seq.table:
             self.paging.release(seq)
             self._retired.append(seq.seq_id)
-        return [s for s in sharers if s.request is not request]
 
     def step_done(self) -> None:
         """The rows were executed and committed."""

@@ -1,0 +1,177 @@
+"""What the tests of pool, policy and core stand on: sequences over bare paging, and a core over a ToyRunner.
+
+Both hold the invariants after every move: `Books` asks the pool, `Rig` also replays every batch through
+the Mirror, compares it with the pool's own word and keeps all events.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from itertools import count
+from typing import Any, TypeVar
+
+from engine.blocks import BlockPool
+from engine.config import EngineConfig
+from engine.core import EngineCore
+from engine.event_log import EventLog
+from engine.events import PoolSnapshot, RequestFinished, StepBatch, StepScheduled, Usage
+from engine.hashing import salt_digest
+from engine.paging import Paging
+from engine.params import SamplingParams
+from engine.sequence import Request
+from engine.sequence import Sequence as Branch
+from engine.toy import ToyRunner, expected
+from tests.engine.mirror import Mirror
+
+E = TypeVar("E")
+
+
+def prompt(length: int, family: int = 0, vocab: int = 1000) -> list[int]:
+    """Token ids; two families differ from the first token on, two lengths of one share the shorter."""
+    return [(family * 31 + i * 7 + 1) % vocab for i in range(length)]
+
+
+class Books:
+    """Paging over a pool without a scheduler: what a sequence takes and leaves, block by block."""
+
+    def __init__(self, num_blocks: int = 11, block_size: int = 16, caching: bool = True) -> None:
+        self.pool = BlockPool(num_blocks, block_size)
+        self.paging = Paging(self.pool, 7, caching)
+        self.live: list[Branch] = []
+        self._ids = count()
+
+    def sequence(self, tokens: Sequence[int], salt: str | None = None) -> Branch:
+        """A sequence that holds no block yet."""
+        number = next(self._ids)
+        request = Request(number, tokens, SamplingParams(), 0.0, salt=salt and salt_digest(salt))  # type: ignore[arg-type]
+        branch = Branch(number, request)
+        request.branches.append(branch)
+        self.live.append(branch)
+        return branch
+
+    def start(self, tokens: Sequence[int], salt: str | None = None) -> Branch:
+        """Admitted, scheduled whole, executed. Fails the test if it does not fit."""
+        seq = self.sequence(tokens, salt)
+        self.paging.begin_step()
+        self.paging.admit(seq, self.paging.lookup(seq))
+        assert self.paging.grow(seq, len(seq))
+        self.paging.publish(seq, len(seq))
+        seq.num_computed = len(seq)
+        self.check()
+        return seq
+
+    def decode(self, seq: Branch, tokens: Iterable[int]) -> None:
+        """One step for each token: it is appended, gets its slot and is computed."""
+        for token in tokens:
+            seq.tokens.append(token)
+            assert self.paging.grow(seq, len(seq))
+            seq.num_computed = len(seq)
+            self.paging.publish(seq, seq.num_computed)
+            self.check()
+
+    def end(self, seq: Branch) -> None:
+        self.paging.release(seq)
+        self.live.remove(seq)
+        self.check()
+
+    def check(self) -> None:
+        self.pool.check([s.table for s in self.live])
+
+    def refs(self, blocks: Iterable[int]) -> list[int]:
+        return [self.pool.ref(b) for b in blocks]
+
+
+class Rig:
+    """An EngineCore over a ToyRunner on a clock that ticks a millisecond a look."""
+
+    def __init__(
+        self,
+        num_blocks: int = 65,
+        block_size: int = 16,
+        vocab: int = 1000,
+        *,
+        max_model_len: int | None = None,
+        fault: Callable[[int, str], None] | None = None,
+        bad: Callable[[int], bool] | None = None,
+        token_bytes: Callable[[int], bytes] | None = None,
+        eos_ids: Sequence[int] = (),
+        defaults: dict[str, Any] | None = None,
+        **knobs: Any,
+    ) -> None:
+        knobs = {"max_num_batched_tokens": 2048, "max_num_seqs": 16} | knobs
+        self.vocab = vocab
+        self.batches: list[StepBatch] = []
+        self.ended: list[int] = []
+        self.mirror = Mirror(num_blocks, block_size)
+        ticks = count()
+        self.runner = ToyRunner(num_blocks, block_size, vocab, max_model_len, fault, bad)
+        self.core = EngineCore(
+            EngineConfig(**knobs),
+            self.runner,
+            EventLog(lambda: next(ticks) * 1e-3, self._take),
+            hash_seed=7,
+            token_bytes=token_bytes,
+            eos_ids=eos_ids,
+            defaults=defaults,
+            on_finished=lambda r: self.ended.append(r.request_id),
+        )
+        self.pool = self.core.paging.pool
+        self._ids = count()
+
+    def _take(self, batch: StepBatch) -> None:
+        self.batches.append(batch)
+        self.mirror.apply(batch)
+
+    def add(self, tokens: Sequence[int], max_tokens: int = 1, **options: Any) -> Request:
+        own = {k: options.pop(k) for k in ("salt", "priority", "conversation", "refuse") if k in options}
+        params = SamplingParams(**({"max_tokens": max_tokens, "temperature": 0} | options))
+        return self.core.add_request(next(self._ids), tokens, params, **own)
+
+    def step(self) -> dict[int, int]:
+        """One step, checked. Returns the tokens scheduled by request id."""
+        seen = len(self.batches)
+        self.core.step()
+        self.check()
+        owner = {s.seq_id: r.request_id for r in self.core.requests.values() for s in r.branches}
+        self.owners = getattr(self, "owners", {}) | owner
+        rows = [e for b in self.batches[seen:] for e in b.events if isinstance(e, StepScheduled)]
+        return {self.owners[s]: n for e in rows for s, n in zip(e.seq_ids, e.n, strict=True)}
+
+    def run(self, steps: int = 10_000) -> None:
+        """Until nothing is left to do."""
+        for _ in range(steps):
+            if not self.core.has_work:
+                return
+            self.step()
+        raise AssertionError(f"work is left after {steps} steps")
+
+    def check(self) -> None:
+        self.core.check()
+        self.core.flush()
+        self.mirror.compare(self.core.pool_snapshot())
+
+    def snapshot(self) -> PoolSnapshot:
+        return self.core.pool_snapshot()
+
+    def events(self, kind: type[E], request_id: int | None = None) -> list[E]:
+        """All of one type so far, or one request's."""
+        found = [e for b in self.batches for e in b.events if isinstance(e, kind)]
+        return [e for e in found if request_id is None or e.request_id == request_id]  # type: ignore[attr-defined]
+
+    def names(self, since: int = 0) -> list[str]:
+        """Types of all events from batch `since` on."""
+        return [type(e).__name__ for b in self.batches[since:] for e in b.events]
+
+    def finished(self, request: Request) -> RequestFinished:
+        (event,) = self.events(RequestFinished, request.request_id)
+        return event
+
+    def usage(self, request: Request) -> Usage:
+        return self.finished(request).usage
+
+    def answer(self, request: Request) -> list[int]:
+        return list(request.branches[0].output_ids)
+
+    def truth(self, request: Request, count: int) -> list[int]:
+        """What the toy language says after this prompt, without any paging."""
+        return expected(list(request.prompt_token_ids), count, self.vocab)
