@@ -33,7 +33,7 @@ class Decoder:
         self.ops = ops
         embed = take(weights, "model.embed_tokens.weight", (c.vocab_size, c.hidden_size))
         head = weights.pop("lm_head.weight", None)
-        self.embed = ops.vector(embed)
+        self.embed = embed.to(ops.device, ops.dtype).contiguous()
         """[vocab, hidden]"""
         self.blocks = []
         for layer in range(c.num_layers):
@@ -54,7 +54,7 @@ class Decoder:
         state: State = (None, self.ops.embed(self.embed, batch.token_ids))
         for layer, (attention, mlp) in enumerate(self.blocks):
             state = self.ops.attention_block(state, attention, cache[layer], plan)
-            state = self.ops.mlp_block(state, mlp)
+            state = self.ops.mlp_block(state, mlp, plan)
         delta, residual = state
         rows = batch.logit_rows
         if len(rows) != len(residual):

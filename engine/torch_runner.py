@@ -102,7 +102,7 @@ class TorchRunner:
         device, dtype = choose(config)
         if device.type == "cpu":
             torch.set_num_threads(config.threads or _cores())
-        ops = get_ops(config.ops, device, dtype)
+        ops = get_ops(config.ops, device, dtype, model_config)
         longest = model_config.max_position_embeddings
         if config.max_model_len is not None and config.max_model_len > longest:
             raise SetupError(

@@ -9,13 +9,15 @@ from engine.config import SetupError
 if TYPE_CHECKING:
     import torch
 
+    from engine.config import ModelConfig
     from engine.ops.base import Ops
 
 
-def get_ops(name: str, device: torch.device, dtype: torch.dtype) -> Ops:
-    """The back end `name` (auto, reference, cpu, triton) on this device in this dtype.
+def get_ops(name: str, device: torch.device, dtype: torch.dtype, model: ModelConfig) -> Ops:
+    """The back end `name` (auto, reference, cpu, triton) for this model on this device in this dtype.
 
     auto is cpu on a CPU (reference for float64, which has no faster path) and reference on a GPU.
+    cpu takes the C kernels where CPU, compiler, dtype and the model's shape allow, else torch.
     Raises SetupError for a combination that does not exist.
     """
     import torch
@@ -30,9 +32,11 @@ def get_ops(name: str, device: torch.device, dtype: torch.dtype) -> Ops:
         if device.type != "cpu" or dtype == torch.float64:
             what = "float64" if dtype == torch.float64 else device.type
             raise SetupError(f"--ops cpu does not run on {what}: use --ops reference")
-        from engine.ops.cpu import CpuOps
+        from engine.ops import cpu, cpu_native
 
-        return CpuOps(device, dtype)
+        if dtype == torch.bfloat16 and cpu_native.available(model):
+            return cpu_native.NativeCpuOps(device, dtype, model)
+        return cpu.CpuOps(device, dtype)
     if name == "triton":
         raise SetupError("--ops triton is not part of this version: use --ops auto or --ops reference")
     raise SetupError(f"--ops must be auto, reference, cpu or triton, not {name!r}")

@@ -41,6 +41,8 @@ class AttentionWeights:
     kv_heads: int
     head_dim: int
     eps: float
+    native: Any = None
+    """What the back end keeps beside it."""
 
 
 @dataclass(slots=True)
@@ -51,6 +53,7 @@ class MlpWeights:
     gate_up: Packed
     down: Packed
     eps: float
+    native: Any = None
 
 
 @dataclass(slots=True)
@@ -115,7 +118,7 @@ class Ops(ABC):
         return Packed(weight.shape[1], weight.shape[0], w, b)
 
     def vector(self, weight: Tensor) -> Tensor:
-        """Takes over a norm's weight or another small tensor."""
+        """Takes over a norm's weight."""
         return weight.to(self.device, self.dtype).contiguous()
 
     # ------------------------------------------------------------------------------ once a step
@@ -179,7 +182,7 @@ class Ops(ABC):
         q = self.qkv_prepare(self.linear(x, w.qkv), w, kv, plan)
         return self.linear(self.attention(q, kv, w, plan).flatten(1), w.out), residual
 
-    def mlp_block(self, state: State, w: MlpWeights) -> State:
+    def mlp_block(self, state: State, w: MlpWeights, plan: StepPlan) -> State:
         """hidden + down(silu(gate) * up) of norm(hidden)."""
         x, residual = self.add_rms_norm(*state, w.norm, w.eps)
         return self.linear(self.silu_mul(self.linear(x, w.gate_up)), w.down), residual

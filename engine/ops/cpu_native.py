@@ -1,0 +1,273 @@
+"""NativeCpuOps: bfloat16 on AVX-512, whole blocks as one call into the C kernels.
+
+Owns the scratch of a step and its task lists. The residual is float32, all sums too, and logits come
+out as float32; what is rounded to bfloat16 is the input of each matrix product and the KV cache. A
+token's result does not depend on what else is in the batch: every sum runs in a fixed order.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import byref
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from engine.config import ModelConfig
+from engine.ops import native
+from engine.ops.base import AttentionWeights, MlpWeights, Ops, Packed, RopeTable, State, StepInput, StepPlan
+
+_BF16, _F32 = 0, 1
+"""Modes of kvtop_linear."""
+
+
+def available(model: ModelConfig) -> bool:
+    """Whether the kernels exist here and cover this model's shape."""
+    return (
+        model.head_dim % 32 == 0
+        and model.head_dim <= native.MAX_DIM
+        and model.hidden_size % 2 == 0
+        and model.intermediate_size % native.PANEL == 0
+        and native.load() is not None
+    )
+
+
+@dataclass(slots=True)
+class _Plan(StepPlan):
+    """`native` points into `keep`, the scratch and the batch."""
+
+    native: native.Step
+    keep: tuple[object, ...]
+
+
+@dataclass(slots=True)
+class _Panels:
+    """A packed weight: `struct` points into the tensors."""
+
+    struct: native.Linear
+    data: Tensor
+    bias: Tensor | None
+
+
+class NativeCpuOps(Ops):
+    """Make one only where `available` says so."""
+
+    name = "cpu"
+
+    def __init__(self, device: torch.device, dtype: torch.dtype, model: ModelConfig) -> None:
+        super().__init__(device, dtype)
+        lib = native.load()
+        if lib is None:
+            raise RuntimeError("no C kernels on this machine: ask available() first")
+        self._lib: ctypes.CDLL = lib
+        self._model = model
+        self._scratch: dict[str, Tensor] = {}
+
+    # ------------------------------------------------------------------------ once at the start
+
+    def pack(self, weight: Tensor, bias: Tensor | None = None) -> Packed:
+        w = weight.to(self.dtype).contiguous()
+        n, k = w.shape
+        kp = -(-k // 2)
+        data = torch.empty(-(-n // native.PANEL) * kp * native.PANEL * 2, dtype=self.dtype)
+        self._lib.kvtop_pack(w.data_ptr(), n, k, data.data_ptr())
+        b = None if bias is None else bias.float().contiguous()
+        struct = native.Linear(n, k, kp, data.data_ptr(), None if b is None else b.data_ptr())
+        return Packed(k, n, _Panels(struct, data, b), b)
+
+    def vector(self, weight: Tensor) -> Tensor:
+        return weight.float().contiguous()
+
+    # ------------------------------------------------------------------------------ once a step
+
+    def plan(self, batch: StepInput, rope: RopeTable) -> _Plan:
+        m = self._model
+        tokens = len(batch.token_ids)
+        tasks = _Tasks.of(batch, m.num_heads // m.num_kv_heads)
+        heads = m.num_heads * m.head_dim
+        kv = tasks.packed_blocks * m.num_kv_heads * native.KEYS * m.head_dim
+        buffers = {
+            "x": self._buffer("x", tokens * m.hidden_size),
+            "qkv": self._buffer("qkv", tokens * (heads + 2 * m.num_kv_heads * m.head_dim)),
+            "q": self._buffer("q", tokens * heads),
+            "y": self._buffer("y", tokens * heads),
+            "act": self._buffer("act", tokens * m.intermediate_size),
+            "keys": self._buffer("keys", kv),
+            "values": self._buffer("values", kv),
+            "partial": self._buffer(
+                "partial", tasks.partials * m.num_heads * (m.head_dim + 2), torch.float32
+            ),
+        }
+        step = native.Step(
+            tokens=tokens,
+            threads=torch.get_num_threads(),
+            table_stride=batch.tables.stride(0),
+            num_decode=len(tasks.decode),
+            num_pack=len(tasks.pack),
+            num_tiles=len(tasks.tiles),
+            num_merge=len(tasks.merge),
+            decode=tasks.decode.ctypes.data,
+            pack=tasks.pack.ctypes.data,
+            tiles=tasks.tiles.ctypes.data,
+            merge=tasks.merge.ctypes.data,
+            part_start=tasks.part_start.ctypes.data,
+            cos=rope.cos.data_ptr(),
+            sin=rope.sin.data_ptr(),
+            **{n: getattr(batch, n).data_ptr() for n in _POINTERS},
+            **{n: b.data_ptr() for n, b in buffers.items()},
+        )
+        return _Plan(batch, rope, step, (tasks, buffers))
+
+    # ------------------------------------------------------------------------- small operations
+
+    def embed(self, table: Tensor, token_ids: Tensor) -> Tensor:
+        return super().embed(table, token_ids).float()
+
+    def linear(self, x: Tensor, w: Packed) -> Tensor:
+        return self._linear(x, w, _BF16, torch.empty(len(x), w.out_features, dtype=self.dtype))
+
+    def logits(self, x: Tensor, head: Packed) -> Tensor:
+        return self._linear(x, head, _F32, torch.empty(len(x), head.out_features))
+
+    def _linear(self, x: Tensor, w: Packed, mode: int, out: Tensor) -> Tensor:
+        x = x.contiguous()
+        self._lib.kvtop_linear(
+            x.data_ptr(), byref(w.data.struct), out.data_ptr(), len(x), mode, torch.get_num_threads()
+        )
+        return out
+
+    def add_rms_norm(
+        self, delta: Tensor | None, residual: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        residual = residual if delta is None else residual + delta
+        return torch.nn.functional.rms_norm(residual, weight.shape, weight, eps).to(self.dtype), residual
+
+    def qkv_prepare(self, qkv: Tensor, w: AttentionWeights, kv: Tensor, plan: StepPlan) -> Tensor:
+        step = native.Step.from_buffer_copy(self._step(plan, kv))
+        qkv = qkv.contiguous()
+        q = torch.empty(len(qkv), w.heads, w.head_dim, dtype=self.dtype)
+        step.qkv, step.q = qkv.data_ptr(), q.data_ptr()
+        self._lib.kvtop_qkv_prepare(byref(step), byref(_attention(w)), kv.data_ptr())
+        return q
+
+    def attention(self, q: Tensor, kv: Tensor, w: AttentionWeights, plan: StepPlan) -> Tensor:
+        step = native.Step.from_buffer_copy(self._step(plan, kv))
+        q = q.contiguous()
+        out = torch.empty_like(q)
+        step.q, step.y = q.data_ptr(), out.data_ptr()
+        self._lib.kvtop_attention(byref(step), byref(_attention(w)), kv.data_ptr())
+        return out
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.float().chunk(2, dim=-1)
+        return (torch.nn.functional.silu(gate) * up).to(self.dtype)
+
+    # ------------------------------------------------------------------------------ whole blocks
+
+    def attention_block(self, state: State, w: AttentionWeights, kv: Tensor, plan: StepPlan) -> State:
+        residual = _sum(state)
+        step = self._step(plan, kv)
+        self._lib.kvtop_attention_block(byref(step), byref(_attention(w)), kv.data_ptr(), residual.data_ptr())
+        return None, residual
+
+    def mlp_block(self, state: State, w: MlpWeights, plan: StepPlan) -> State:
+        assert isinstance(plan, _Plan)
+        residual = _sum(state)
+        self._lib.kvtop_mlp_block(byref(plan.native), byref(_mlp(w)), residual.data_ptr())
+        return None, residual
+
+    def _step(self, plan: StepPlan, kv: Tensor) -> native.Step:
+        assert isinstance(plan, _Plan)
+        plan.native.num_blocks, plan.native.block_size = kv.shape[1], kv.shape[3]
+        return plan.native
+
+    def _buffer(self, name: str, size: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        """Scratch of at least `size` values, kept for the next step."""
+        buffer = self._scratch.get(name)
+        if buffer is None or buffer.numel() < size:
+            buffer = self._scratch[name] = torch.empty(max(size, 1), dtype=dtype)
+        return buffer
+
+
+_POINTERS = ("positions", "rows", "q_starts", "kv_lens", "tables", "slots")
+
+
+@dataclass(slots=True)
+class _Tasks:
+    """Work of a step as (sequence, part) pairs, int32 [*, 2].
+
+    decode: a KEYS-long part of the keys of a sequence with one query; merge: (sequence, number of
+    parts). pack: a key block of a sequence with several; tiles: (sequence, first query row).
+    part_start int64 [S]: where a sequence's partial results or packed key blocks begin.
+    """
+
+    decode: NDArray[np.int32]
+    merge: NDArray[np.int32]
+    pack: NDArray[np.int32]
+    tiles: NDArray[np.int32]
+    part_start: NDArray[np.int64]
+    partials: int
+    packed_blocks: int
+
+    @classmethod
+    def of(cls, batch: StepInput, group: int) -> _Tasks:
+        n, keys = np.array(batch.q_lens), np.array(batch.kv_lens_host)
+        parts = -(-keys // native.KEYS)
+        single = n == 1
+        of_decode, of_prefill = np.where(single, parts, 0), np.where(single, 0, parts)
+        tiles = _pairs(np.where(single, 0, -(-n * group // native.ROWS)))
+        tiles[:, 1] *= native.ROWS
+        merge = np.stack([np.flatnonzero(single), parts[single]], 1).astype(np.int32)
+        start = np.where(single, _before(of_decode), _before(of_prefill)).astype(np.int64)
+        return cls(
+            _pairs(of_decode),
+            merge,
+            _pairs(of_prefill),
+            tiles,
+            start,
+            int(of_decode.sum()),
+            int(of_prefill.sum()),
+        )
+
+
+def _before(counts: NDArray[np.int64]) -> NDArray[np.int64]:
+    return np.cumsum(counts) - counts
+
+
+def _pairs(counts: NDArray[np.int64]) -> NDArray[np.int32]:
+    """(i, 0), (i, 1) ... (i, counts[i] - 1) for every i."""
+    i = np.repeat(np.arange(len(counts)), counts)
+    part = np.arange(len(i)) - np.repeat(_before(counts), counts)
+    return np.ascontiguousarray(np.stack([i, part], 1).astype(np.int32))
+
+
+def _sum(state: State) -> Tensor:
+    delta, residual = state
+    return residual if delta is None else residual + delta
+
+
+def _attention(w: AttentionWeights) -> native.Attention:
+    if w.native is None:
+        w.native = native.Attention(
+            qkv=w.qkv.data.struct,
+            out=w.out.data.struct,
+            norm=w.norm.data_ptr(),
+            q_norm=None if w.q_norm is None else w.q_norm.data_ptr(),
+            k_norm=None if w.k_norm is None else w.k_norm.data_ptr(),
+            heads=w.heads,
+            kv_heads=w.kv_heads,
+            dim=w.head_dim,
+            eps=w.eps,
+        )
+    struct: native.Attention = w.native
+    return struct
+
+
+def _mlp(w: MlpWeights) -> native.Mlp:
+    if w.native is None:
+        w.native = native.Mlp(w.gate_up.data.struct, w.down.data.struct, w.norm.data_ptr(), w.eps)
+    struct: native.Mlp = w.native
+    return struct
