@@ -444,7 +444,7 @@ class KvtopApp(App[int]):
 
     def action_seek(self, seconds: int) -> None:
         """Relative to the moment shown."""
-        self._replay("seek", self.state.t + seconds)
+        self._replay("seek", getattr(self.source, "t", self.state.t) + seconds)
 
     def action_speed(self, direction: int) -> None:
         """Twice or half as fast."""
