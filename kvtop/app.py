@@ -8,6 +8,7 @@ whatever happens, the terminal is restored before a word is said on stderr.
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import sys
 import time
@@ -95,7 +96,9 @@ class KvtopApp(App[int]):
         wall: Callable[[], float] = time.monotonic,
     ) -> None:
         """wall: monotonic seconds for motion; tests hand over their own."""
-        super().__init__()
+        # Under NO_COLOR Textual chooses its filter here, before a theme is known: this one takes all colour away,
+        # the other would turn the terminal's own colours into black on black.
+        super().__init__(ansi_color=True if "NO_COLOR" in os.environ else None)
         self.source, self.options, self.engine = source, options, engine
         self.captured = captured
         self.wall = wall
