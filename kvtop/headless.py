@@ -1,0 +1,264 @@
+"""kvtop without a terminal: prompts in, text or JSON out. stdout is data, stderr is talk.
+
+Owns the loop that submits, follows the events into a DashboardState and prints what the state says; every
+figure comes from there. Never imports textual. However it ends (done, refused, ctrl+c, a reader that
+went away) the engine is stopped and a recording closed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, TextIO
+
+from engine import Engine, EngineConfig
+from engine.events import EngineStarted, ModelLoading, StepBatch, encode_batch
+from kvtop.asks import Ask
+from kvtop.recorder import Recorder
+from kvtop.requests import RequestView
+from kvtop.state import DashboardState
+from kvtop.text import cut, safe_text
+from kvtop.units import count, duration, rate, size
+
+PROGRESS_S = 0.1
+"""Seconds between two states of the loading line."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wishes:
+    """as_json: StepBatch lines and the summary; with `once` the summary alone. concurrent: all prompts at
+    once, else one after another."""
+
+    as_json: bool = False
+    once: bool = False
+    concurrent: bool = False
+    record: Path | None = None
+    redact: bool = False
+    slow: float = 0.0
+
+
+def run(
+    config: EngineConfig,
+    asks: Sequence[Ask],
+    wishes: Wishes,
+    *,
+    build: Any = None,
+    out: BinaryIO | None = None,
+    err: TextIO | None = None,
+) -> int:
+    """Answer `asks`. Returns the exit code: 0; 1 if the engine failed on the way; 2 if every request was
+    refused; 130 after ctrl+c. Raises SetupError when the engine cannot start or the recording cannot be
+    written. build stands in for Engine's own (a toy in tests)."""
+    engine = Engine(config) if build is None else Engine(config, build=build)
+    batches: queue.SimpleQueue[StepBatch] = queue.SimpleQueue()
+    engine.subscribe(batches.put)
+    talk = Talk(err or sys.stderr)
+    recorder = None
+    if wishes.record is not None:
+        recorder = Recorder(
+            wishes.record, wishes.redact, request_snapshot=engine.request_snapshot, on_problem=talk.say
+        )
+        engine.subscribe(recorder)
+    data = out or sys.stdout.buffer
+    session = Session(engine, batches, list(asks), wishes, data, talk)
+    engine.start()
+    try:
+        return session.run()
+    except KeyboardInterrupt:
+        talk.say("interrupted")
+        return 130
+    except BrokenPipeError:
+        _forget(data)
+        return 0
+    finally:
+        with suppress(KeyboardInterrupt):
+            engine.stop()
+            if recorder is not None:
+                recorder.close()
+
+
+class Session:
+    """One run: `state` is what the events said so far."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        batches: queue.SimpleQueue[StepBatch],
+        asks: list[Ask],
+        wishes: Wishes,
+        out: BinaryIO,
+        talk: Talk,
+    ) -> None:
+        self.state = DashboardState()
+        self._engine, self._batches, self._wishes, self._talk = engine, batches, wishes, talk
+        self._out = out
+        self._asks = asks
+        self._ids: list[int] = []
+        self._shown = 0
+        """Requests whose text is wholly printed."""
+        self._printed = 0
+        """Characters of the next one that are printed."""
+
+    def run(self) -> int:
+        """Load, answer, close; the exit code."""
+        self._until(lambda: self.state.started is not None)
+        self._engine.wait_ready()
+        if self._wishes.slow:
+            self._engine.set_slow(self._wishes.slow)
+        while len(self._ids) < len(self._asks) and self.state.stopped is None:
+            self._submit()
+            if not self._wishes.concurrent:
+                self._until(self._answered)
+        self._until(self._answered)
+        failed = next((e.message for e in self.state.errors if e.fatal), None)
+        if failed is not None:
+            self._talk.say(failed)
+        self._engine.stop()
+        if self._wishes.as_json:
+            self._until(lambda: False)
+            self._write(json.dumps(self.state.summary()).encode() + b"\n")
+        return 1 if failed is not None else 2 if self._all_refused() else 0
+
+    def _submit(self) -> None:
+        ask = self._asks[len(self._ids)]
+        self._ids.append(
+            self._engine.submit(
+                ask.prompt, ask.params, system=ask.system, system_name=ask.system_name, salt=ask.salt
+            )
+        )
+
+    def _until(self, done: Callable[[], bool]) -> None:
+        """Follow the events until `done`, or until the engine has stopped."""
+        while not done() and self.state.stopped is None:
+            self._take(self._batches.get())
+
+    def _take(self, batch: StepBatch) -> None:
+        self.state.apply(batch)
+        self._talk.hear(batch)
+        if not self._wishes.as_json:
+            self._print_text()
+        elif not self._wishes.once:
+            self._write(encode_batch(batch) + b"\n")
+
+    def _answered(self) -> bool:
+        views = self.state.requests
+        return all(i in views and views[i].done for i in self._ids)
+
+    def _all_refused(self) -> bool:
+        views = [self.state.requests[i] for i in self._ids if i in self.state.requests]
+        return bool(views) and all(v.finish_reason == "refused" for v in views)
+
+    def _print_text(self) -> None:
+        """The answers in the order they were asked, each as far as it has come."""
+        while self._shown < len(self._ids):
+            view = self.state.requests.get(self._ids[self._shown])
+            if view is None:
+                return
+            new = view.text[self._printed :]
+            if new:
+                self._write(self._safe(new).encode("utf-8", "replace"))
+                self._printed = len(view.text)
+            if not view.done:
+                return
+            if self._printed:
+                self._write(b"\n")
+            self._talk.say(about(view))
+            self._shown, self._printed = self._shown + 1, 0
+
+    def _safe(self, text: str) -> str:
+        return safe_text(text, newlines=True) if _is_terminal(self._out) else text
+
+    def _write(self, data: bytes) -> None:
+        self._out.write(data)
+        self._out.flush()
+
+
+class Talk:
+    """What goes to stderr: the loading line, the sum of the KV memory, one line a request."""
+
+    def __init__(self, err: TextIO) -> None:
+        self._err = err
+        self._is_terminal = _is_terminal(err)
+        self._line = ""
+        self._next = 0.0
+
+    def say(self, text: str) -> None:
+        """One line."""
+        if self._line:
+            self._put("\r" + " " * len(self._line) + "\r")
+            self._line = ""
+        self._put(safe_text(text) + "\n")
+
+    def hear(self, batch: StepBatch) -> None:
+        """Loading and the start, as they are told."""
+        for e in batch.events:
+            if type(e) is ModelLoading and self._is_terminal:
+                self._progress(e)
+            elif type(e) is EngineStarted:
+                self.say(f"{e.model} on {e.device} in {e.dtype}")
+                self.say(f"KV: {kv_sum(e)}")
+
+    def _progress(self, e: ModelLoading) -> None:
+        now = time.monotonic()
+        if now < self._next and e.done < e.total:
+            return
+        self._next = now + PROGRESS_S
+        part = f" {100 * e.done // e.total} %" if e.total > 0 else ""
+        line = cut(safe_text(f"{e.what}{part}"), 70)
+        self._put("\r" + line.ljust(len(self._line)))
+        self._line = line
+
+    def _put(self, text: str) -> None:
+        try:
+            self._err.write(text)
+            self._err.flush()
+        except (OSError, ValueError):  # nobody listens any more; the data is what counts
+            pass
+
+
+def kv_sum(e: EngineStarted) -> str:
+    """How the KV memory adds up, from the model's shape to tokens."""
+    told = e.knobs.get("kv_cache")
+    if isinstance(told, str):
+        return told
+    usable = e.num_blocks - 1
+    return (
+        f"{size(e.bytes_per_block / e.block_size)} a token, x {e.block_size} = {size(e.bytes_per_block)} a block, "
+        f"x {count(e.num_blocks)} blocks = {size(e.num_blocks * e.bytes_per_block)}, "
+        f"{count(usable * e.block_size)} tokens"
+    )
+
+
+def about(view: RequestView) -> str:
+    """What a request cost, in one line."""
+    if view.finish_reason in ("refused", "error"):
+        return f"#{view.request_id} {view.finish_reason}: {view.error or 'no reason given'}"
+    parts = [
+        f"#{view.request_id} read {count(view.cached_tokens)} of {count(view.prompt_tokens)} tokens from cache"
+    ]
+    if view.ttft is not None:
+        parts.append(f"first word after {duration(view.ttft)}")
+    parts.append(f"{count(view.num_output)} tokens")
+    if view.t_first is not None and view.t_last is not None and view.t_last > view.t_first:
+        parts.append(rate((view.num_output - 1) / (view.t_last - view.t_first), "tok/s"))
+    return " · ".join([*parts, str(view.finish_reason)])
+
+
+def _is_terminal(stream: Any) -> bool:
+    try:
+        return bool(stream.isatty())
+    except (AttributeError, ValueError, OSError):
+        return False
+
+
+def _forget(data: BinaryIO) -> None:
+    """Nobody reads stdout any more: what is still buffered must not fail at exit."""
+    with suppress(OSError, ValueError, AttributeError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), data.fileno())
