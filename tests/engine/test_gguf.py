@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import struct
+import threading
 import time
 import tracemalloc
 from pathlib import Path
@@ -277,14 +278,19 @@ def test_builtin_model(builtin_model: ModelFiles) -> None:
     import torch
 
     reports: list[tuple[int, int]] = []
+
+    def report(done: int, total: int, what: str) -> None:
+        assert threading.current_thread() is caller  # whoever emits events from it need not lock
+        reports.append((done, total))
+
+    caller = threading.current_thread()
     start = time.perf_counter()
-    loaded = loader.load(
-        builtin_model, dtype=torch.float32, progress=lambda done, total, _: reports.append((done, total))
-    )
+    loaded = loader.load(builtin_model, dtype=torch.float32, progress=report)
     assert time.perf_counter() - start < 8
     assert len(loaded.weights) == 272
     assert reports[-1][0] == reports[-1][1] > 90_000_000
     assert [done for done, _ in reports] == sorted(done for done, _ in reports)
+    assert 20 < len(reports) < 105
     theirs = {tensor.name: tensor for tensor in gguf.GGUFReader(builtin_model.weights[0]).tensors}
     for part, heads in (("attn_q", 9), ("attn_k", 3), ("attn_v", 0)):
         tensor = theirs[f"blk.29.{part}.weight"]
