@@ -96,6 +96,11 @@ class RecordingSource:
         """Every batch was handed out."""
         return self._at == len(self._times)
 
+    def start_at(self, t: float | None) -> None:
+        """Begin here instead, seconds on the batches' clock; call before the first drain."""
+        if t is not None:
+            self.seek(t)
+
     # ---------------------------------------------------------------------------------- playing
 
     def drain(self) -> list[StepBatch]:

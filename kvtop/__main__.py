@@ -1,0 +1,5 @@
+"""`python -m kvtop`."""
+
+from kvtop.cli import main
+
+main()

@@ -1,0 +1,494 @@
+"""The command line: words to values, one command a function, errors as one line.
+
+Owns the options, their KVTOP_ variables and the config file's say (flag over environment over file over
+default), the choice between dashboard and headless, and the exit codes: 0 ok, 1 a check failed, 2 bad input or
+set-up, 130 ctrl+c. Imports torch and textual only where a command needs them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import UnionType
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin, get_type_hints
+
+import typer
+from typer.exceptions import Abort, TyperException
+
+from engine import EngineConfig, SetupError
+from kvtop import __version__
+from kvtop.asks import Ask, parse_size, read_prompts, read_system, sampling
+from kvtop.text import cut, safe_text
+
+if TYPE_CHECKING:
+    from engine import SamplingParams
+    from kvtop.options import Options
+
+app = typer.Typer(
+    add_completion=False,
+    rich_markup_mode=None,
+    no_args_is_help=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    help="Watch the KV blocks of an LLM engine. Plain `kvtop` is `kvtop run`: a dashboard over a live model.",
+    epilog="Every option can be set as KVTOP_… in the environment or in config.toml.",
+)
+
+DeviceName = Literal["auto", "cpu", "cuda"]
+DType = Literal["auto", "bfloat16", "float32", "float64"]
+OpsName = Literal["auto", "reference", "cpu", "triton"]
+ViewName = Literal["chat", "ops", "all"]
+
+_PANEL_ENGINE, _PANEL_ASK, _PANEL_SHOW, _PANEL_OUT = "Engine", "Prompts", "Dashboard", "Output"
+
+
+def opt(help: str, *names: str, **more: Any) -> Any:
+    """An option with its KVTOP_ variable, named after its long form."""
+    long = next(n for n in names if n.startswith("--")).partition("/")[0]
+    return typer.Option(*names, help=help, envvar="KVTOP_" + long[2:].replace("-", "_").upper(), **more)
+
+
+Model = Annotated[str | None, opt("Hub id, folder or .gguf; the built-in model without.", "--model")]
+Revision = Annotated[str | None, opt("Branch, tag or commit on the hub.", "--revision")]
+Device = Annotated[DeviceName, opt("Where to compute.", "--device")]
+Dtype = Annotated[DType, opt("Of weights, activations and KV; auto is bfloat16.", "--dtype")]
+Ops = Annotated[OpsName, opt("Which kernels.", "--ops")]
+BlockSize = Annotated[int, opt("Tokens a block, a power of two.", "--block-size")]
+NumBlocks = Annotated[int | None, opt("KV blocks, the null block included.", "--num-blocks")]
+KvMemory = Annotated[
+    str | None, opt("Memory for KV, like 192MiB or 2G.", "--kv-cache-memory", metavar="SIZE")
+]
+GpuPart = Annotated[float, opt("Part of a GPU's memory to use.", "--gpu-memory-utilization")]
+MaxLen = Annotated[int | None, opt("Longest sequence in tokens.", "--max-model-len")]
+Budget = Annotated[int | None, opt("Tokens a step.", "--max-num-batched-tokens")]
+MaxSeqs = Annotated[int, opt("Sequences that run at once.", "--max-num-seqs")]
+Caching = Annotated[
+    bool, opt("Reuse computed prefixes.", "--enable-prefix-caching/--no-enable-prefix-caching")
+]
+Chunked = Annotated[
+    bool, opt("Split long prompts over steps.", "--enable-chunked-prefill/--no-enable-chunked-prefill")
+]
+LongPrefill = Annotated[
+    int,
+    opt(
+        "Most tokens of one prompt a step while others wait; 0 is no limit.", "--long-prefill-token-threshold"
+    ),
+]
+Seed = Annotated[int, opt("Of the sampling.", "--seed")]
+HashSeed = Annotated[int | None, opt("Of the block hashes; random without.", "--hash-seed")]
+Threads = Annotated[int | None, opt("CPU threads; all cores without.", "--threads")]
+
+Prompt = Annotated[list[str] | None, opt("Ask this; may be given several times.", "--prompt", "-p")]
+Prompts = Annotated[
+    str | None,
+    opt(
+        "A prompt a line, or JSONL {prompt, system, max_tokens, …}; - reads stdin.",
+        "--prompts",
+        metavar="FILE",
+    ),
+]
+System = Annotated[str | None, opt("System message.", "--system", metavar="TEXT|@FILE")]
+MaxTokens = Annotated[int | None, opt("Most tokens to generate (256).", "--max-tokens")]
+Temperature = Annotated[float | None, opt("0 is greedy; the model's own without.", "--temperature")]
+TopK = Annotated[int | None, opt("Keep the k likeliest tokens.", "--top-k")]
+TopP = Annotated[float | None, opt("Keep tokens up to this probability.", "--top-p")]
+MinP = Annotated[float | None, opt("Drop tokens under this part of the likeliest.", "--min-p")]
+Stop = Annotated[list[str] | None, opt("Text that ends an answer; may be given several times.", "--stop")]
+IgnoreEos = Annotated[bool | None, opt("Go on after the end token.", "--ignore-eos")]
+
+Headless = Annotated[bool, opt("No dashboard; so also without a terminal.", "--headless")]
+AsJson = Annotated[bool, opt("JSON on stdout: a line a step, then the summary.", "--json")]
+Once = Annotated[bool, opt("With --json: the summary alone.", "--once")]
+Concurrent = Annotated[bool, opt("All prompts at once.", "--concurrent")]
+Record = Annotated[Path | None, opt("Write a recording, .jsonl or .jsonl.gz.", "--record", metavar="FILE")]
+Redact = Annotated[bool, opt("Keep no text and no token ids in the recording.", "--redact")]
+Slow = Annotated[float, opt("Slow motion: seconds between steps.", "--slow", min=0, max=60)]
+
+Theme = Annotated[str | None, opt("Name, or a .toml file.", "--theme")]
+View = Annotated[ViewName | None, opt("What to show first.", "--view")]
+Fps = Annotated[float | None, opt("Frames a second.", "--fps", min=0.5, max=120)]
+Motion = Annotated[bool, opt("Sweeps and flashes.", "--motion/--no-motion")]
+File = Annotated[Path, typer.Argument(help="A recording.", metavar="FILE")]
+
+
+@app.callback(invoke_without_command=True)
+def top(
+    version: Annotated[bool, typer.Option("--version", "-V", help="Print the version.")] = False,
+) -> None:
+    """Before any command."""
+    if version:
+        print(f"kvtop {__version__}")
+        raise typer.Exit
+
+
+@app.command()
+def run(
+    ctx: typer.Context,
+    prompt: Prompt = None,
+    prompts: Prompts = None,
+    system: System = None,
+    max_tokens: MaxTokens = None,
+    temperature: Temperature = None,
+    top_k: TopK = None,
+    top_p: TopP = None,
+    min_p: MinP = None,
+    stop: Stop = None,
+    ignore_eos: IgnoreEos = None,
+    headless: Headless = False,
+    json: AsJson = False,
+    once: Once = False,
+    concurrent: Concurrent = False,
+    record: Record = None,
+    redact: Redact = False,
+    slow: Slow = 0.0,
+    theme: Theme = None,
+    view: View = None,
+    fps: Fps = None,
+    motion: Motion = True,
+    model: Model = None,
+    revision: Revision = None,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    ops: Ops = "auto",
+    block_size: BlockSize = 16,
+    num_blocks: NumBlocks = None,
+    kv_cache_memory: KvMemory = None,
+    gpu_memory_utilization: GpuPart = 0.9,
+    max_model_len: MaxLen = None,
+    max_num_batched_tokens: Budget = None,
+    max_num_seqs: MaxSeqs = 64,
+    enable_prefix_caching: Caching = True,
+    enable_chunked_prefill: Chunked = True,
+    long_prefill_token_threshold: LongPrefill = 0,
+    seed: Seed = 0,
+    hash_seed: HashSeed = None,
+    threads: Threads = None,
+) -> int:
+    """A live model: the dashboard, or headless answers."""
+    config = engine_config(ctx.params)
+    params = sampling(
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        stop=stop,
+        ignore_eos=ignore_eos,
+    )
+    text, name = read_system(system)
+    like = Ask("", text, name, None, params)
+    asks = [Ask(p, text, name, None, params) for p in prompt or ()]
+    if prompts is not None:
+        asks += read_prompts(prompts, like)
+    before_torch()
+    if headless or json or not has_terminal():
+        if not asks:
+            raise SetupError(
+                "no prompt and no terminal: give --prompt TEXT or --prompts FILE, or start kvtop in a terminal"
+            )
+        from kvtop.headless import Wishes
+        from kvtop.headless import run as answer
+
+        return answer(config, asks, Wishes(json, once, concurrent, record, redact, slow))
+    texts = [a.prompt for a in asks if isinstance(a.prompt, str)]
+    options = show_options(theme, view, fps, motion, slow, record, text, name, params, texts)
+    return dashboard(config, options, record, redact)
+
+
+@app.command()
+def replay(
+    file: File,
+    speed: Annotated[float, opt("Recorded seconds a second.", "--speed", min=0.01, max=1000)] = 1.0,
+    at: Annotated[float | None, opt("Start at this second.", "--at", min=0)] = None,
+    json: Annotated[bool, opt("No dashboard: the summary of the recording.", "--json")] = False,
+    theme: Theme = None,
+    view: View = None,
+    fps: Fps = None,
+    motion: Motion = True,
+) -> int:
+    """A recording in the dashboard: pause, step, seek, speed."""
+    if json:
+        return _print_json(_replayed(file).summary())
+    if not has_terminal():
+        raise SetupError("replay needs a terminal; without one try `kvtop replay --json`, `verify` or `shot`")
+    from kvtop.app import run_replay
+    from kvtop.sources import RecordingSource
+
+    source = RecordingSource(file)
+    source.set_speed(speed)
+    source.start_at(at)
+    return run_replay(source, show_options(theme, view, fps, motion))
+
+
+@app.command()
+def demo(
+    ctx: typer.Context,
+    name: Annotated[str, typer.Argument(help="A demo's name, a .py file, or `list`.", metavar="NAME|list")],
+    headless: Headless = False,
+    json: Annotated[bool, opt("JSON: the verdict, or the list.", "--json")] = False,
+    record: Record = None,
+    redact: Redact = False,
+    slow: Slow = 0.0,
+    theme: Theme = None,
+    view: View = None,
+    fps: Fps = None,
+    motion: Motion = True,
+    model: Model = None,
+    revision: Revision = None,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    ops: Ops = "auto",
+    threads: Threads = None,
+    hash_seed: HashSeed = None,
+) -> int:
+    """A scripted scene that drives a real engine and checks what it shows."""
+    from kvtop import demo as demos
+
+    if name == "list":
+        print(demos.listing(json))
+        return 0
+    scene = demos.load(name)
+    base = engine_config(ctx.params)
+    before_torch()
+    if headless or json or not has_terminal():
+        return demos.run_headless(scene, base, as_json=json, record=record, redact=redact)
+    options = show_options(theme, view, fps, motion, slow, record, demo=scene)
+    return dashboard(scene.config(base), options, record, redact)
+
+
+@app.command()
+def shot(
+    file: File,
+    out: Annotated[Path, opt("Where to write it.", "-o", "--out", metavar="FILE")],
+    at: Annotated[float | None, opt("Second of the recording; its end without.", "--at")] = None,
+    size: Annotated[str, opt("Columns x rows.", "--size")] = "100x30",
+    theme: Theme = None,
+    view: View = None,
+    format: Annotated[
+        Literal["txt", "svg", "png"] | None, opt("By the file's ending without.", "--format")
+    ] = None,
+) -> int:
+    """A picture of the dashboard over a recording at one moment."""
+    from kvtop import shot as shots
+
+    path = shots.shot(
+        file, at=at, size=shots.parse_size(size), theme=theme, view=view, format=format, out=out
+    )
+    print(path, file=sys.stderr)
+    return 0
+
+
+@app.command()
+def verify(file: File, json: Annotated[bool, opt("The report as JSON.", "--json")] = False) -> int:
+    """Check that a recording is whole and true."""
+    from kvtop.verify import verify as check
+
+    report = check(file)
+    if json:
+        _print_json(report.as_dict())
+    else:
+        for line in (*report.violations, *report.notes):
+            print(safe_text(line))
+        verdict = "ok" if report.ok else f"{len(report.violations)} violations"
+        print(f"{verdict}: {report.batches:,} batches, {report.snapshots:,} snapshots")
+    return 0 if report.ok else 1
+
+
+@app.command()
+def explain(file: File, json: Annotated[bool, opt("The explanations as JSON.", "--json")] = False) -> int:
+    """Why each request of a recording hit or missed the prefix cache."""
+    views = _replayed(file).requests.values()
+    told = [(v.request_id, v.explanation) for v in views if v.explanation is not None]
+    if json:
+        return _print_json({"requests": [why.row(i) for i, why in told]})
+    for i, why in told:
+        print(f"#{i} {why.reason}: hit {why.hit_blocks} of {why.queried_blocks} blocks. {why.sentence}")
+    return 0
+
+
+@app.command()
+def bench(
+    ctx: typer.Context,
+    json: Annotated[bool, opt("The figures as JSON.", "--json")] = False,
+    model: Model = None,
+    revision: Revision = None,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    ops: Ops = "auto",
+    num_blocks: NumBlocks = None,
+    kv_cache_memory: KvMemory = None,
+    threads: Threads = None,
+) -> int:
+    """Speed of the engine on this machine."""
+    config = engine_config(ctx.params)
+    before_torch()
+    from engine import bench as engine_bench
+
+    return engine_bench.main(config, as_json=json)
+
+
+# --------------------------------------------------------------------------------------- from words
+
+
+def engine_config(params: dict[str, Any]) -> EngineConfig:
+    """EngineConfig from the options of a command that share its fields' names. Raises SetupError."""
+    known = {n: params[n] for n in EngineConfig.__slots__ if n in params}
+    memory = known.get("kv_cache_memory")
+    if memory is not None:
+        known["kv_cache_memory"] = parse_size(memory, "--kv-cache-memory")
+    return EngineConfig(**known)
+
+
+def show_options(
+    theme: str | None,
+    view: ViewName | None,
+    fps: float | None,
+    motion: bool,
+    slow: float = 0.0,
+    record: Path | None = None,
+    system: str | None = None,
+    system_name: str = "",
+    params: SamplingParams | None = None,
+    prompts: Sequence[str] = (),
+    demo: Any = None,
+) -> Options:
+    """What the dashboard is told."""
+    from kvtop.options import Options
+
+    more: dict[str, Any] = {} if params is None else {"params": params}
+    return Options(
+        theme=theme,
+        view=view,
+        fps=fps,
+        motion=motion,
+        slow=slow,
+        recording=record.name if record else "",
+        system=system,
+        system_name=system_name,
+        prompts=prompts,
+        demo=demo,
+        **more,
+    )
+
+
+def dashboard(config: EngineConfig, options: Options, record: Path | None, redact: bool) -> int:
+    """The dashboard over a live engine, recorded if wished."""
+    from engine import Engine
+    from kvtop.app import run_live
+
+    engine = Engine(config)
+    if record is None:
+        return run_live(engine, options)
+    from kvtop.recorder import Recorder
+
+    # While the screen is up this goes to the log; what ended a recording is said again after it.
+    recorder = Recorder(record, redact, request_snapshot=engine.request_snapshot)
+    engine.subscribe(recorder)
+    try:
+        return run_live(engine, options)
+    finally:
+        engine.stop()
+        recorder.close()
+        if recorder.problem is not None:
+            print(safe_text(recorder.problem), file=sys.stderr)
+
+
+def has_terminal() -> bool:
+    """Both ends of a dashboard: a screen and keys."""
+    try:
+        return sys.stdin.isatty() and sys.stdout.isatty()
+    except (AttributeError, ValueError):
+        return False
+
+
+def before_torch() -> None:
+    """Environment that libraries read once, when they are first imported."""
+    # Threads that spin for ever starve the dashboard, passive ones cost a third of the speed.
+    os.environ.setdefault("GOMP_SPINCOUNT", "2000")
+    os.environ.pop("OMP_WAIT_POLICY", None)
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+
+
+def _replayed(file: Path) -> Any:
+    from kvtop.recording import read
+    from kvtop.state import DashboardState
+
+    state = DashboardState()
+    for batch in read(file):
+        state.apply(batch)
+    return state
+
+
+def _print_json(value: Any) -> int:
+    print(json.dumps(value))
+    return 0
+
+
+# --------------------------------------------------------------------------------------------- main
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """Entry point of the `kvtop` script; exits."""
+    sys.exit(invoke(sys.argv[1:] if args is None else args))
+
+
+def invoke(args: Sequence[str]) -> int:
+    """One command line; returns the exit code. Errors are one line on stderr, at most 200 characters."""
+    command = typer.main.get_command(app)
+    words = list(args)
+    names = [c.callback.__name__ for c in app.registered_commands if c.callback is not None]
+    if not words or (words[0].startswith("-") and words[0] not in ("-h", "--help", "-V", "--version")):
+        words.insert(0, "run")
+    try:
+        given = _settings() if words[0] in names and not {"-h", "--help"} & set(words) else {}
+        told = dict.fromkeys(names, given)
+        code = command.main(words, "kvtop", standalone_mode=False, default_map=told)
+        sys.stdout.flush()
+        return code if isinstance(code, int) else 0
+    except (KeyboardInterrupt, Abort):
+        return 130
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or the flush at exit fails again
+        return 0
+    except (SetupError, TyperException) as error:
+        text = error.format_message() if isinstance(error, TyperException) else str(error)
+        return _wrong(text)
+    except OSError as error:
+        return _wrong(f"{error.filename or 'the system'}: {error.strerror or error}")
+
+
+def _wrong(text: str) -> int:
+    line = " ".join(safe_text(text.replace("\n", " ")).split())
+    print(cut(f"kvtop: {line}", 200), file=sys.stderr)
+    return 2
+
+
+def _settings() -> dict[str, Any]:
+    """The config file's values by parameter name, for every command that has the option."""
+    from kvtop.settings import load_settings
+
+    kinds: dict[str, type] = {}
+    for command in app.registered_commands:
+        assert command.callback is not None
+        for name, hint in get_type_hints(command.callback).items():
+            kind = _kind(hint)
+            if kind is not None and name not in _NOT_SETTINGS:
+                kinds.setdefault(name, kind)
+    return dict(load_settings(kinds))
+
+
+_NOT_SETTINGS = {"return", "ctx", "file", "name", "out", "at", "prompt", "json", "once", "headless", "format"}
+"""What belongs to one call, not to a person."""
+
+
+def _kind(hint: Any) -> type | None:
+    """int, float, bool or str (also for paths and choices); None for lists."""
+    options = [h for h in get_args(hint) if h is not type(None)] if get_origin(hint) is UnionType else [hint]
+    kind = options[0]
+    if get_origin(kind) is Literal or kind is Path:
+        return str
+    return kind if kind in (int, float, bool, str) else None
