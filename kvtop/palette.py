@@ -26,8 +26,10 @@ BLOCKS = ("free", "cached", "filling", "active", "shared")
 """Names in the order of BlockState."""
 
 _THEME = ("primary", "secondary", "accent", "warning", "error", "success", "background", "surface", "panel")
-_READABLE = 2.4
-"""Least contrast (WCAG 2) of a glyph to its background. Text has far more; a dot needs no more."""
+_READABLE = 3.5
+"""Least contrast of an ink to its background; WCAG 2.1 asks 3 of what must be seen and 4.5 of long text."""
+_RECEDES = 2.4
+"""The same for a free block's dot: there are hundreds, and nothing is in them."""
 
 _DIM, _BOLD, _REVERSE = Style(dim=True), Style(bold=True), Style(reverse=True)
 _WEIGHTS: Mapping[str, Style] = {
@@ -84,7 +86,7 @@ class Palette:
         """Ink: a foreground that can be read on the background."""
         style = self._styles.get((name,))
         if style is None:
-            style = Style(color=self._readable(self._colours[name]).rich_color)
+            style = Style(color=self._readable(name).rich_color)
             if name == "muted" and self.native:
                 style = _DIM  # the terminal's grey may be its background
             if name == "title":
@@ -124,14 +126,15 @@ class Palette:
         """The theme's exact colour."""
         return self._colours[name]
 
-    def _readable(self, colour: Color) -> Color:
-        """`colour`, moved towards the text's as far as it must be to stand out from the background."""
-        background, text = self._colours["background"], self._colours["text"]
+    def _readable(self, name: str) -> Color:
+        """The colour, moved towards the text's as far as it must be to stand out from the background."""
+        colour, background, text = (self._colours[key] for key in (name, "background", "text"))
+        least = _RECEDES if name in ("free", "block-free") else _READABLE
         if any(c.ansi is not None for c in (colour, background, text)):
             return colour
         for step in range(11):
             moved = colour.blend(text, step / 10)
-            if contrast(background, moved) >= _READABLE:
+            if contrast(background, moved) >= least:
                 return moved
         return text
 

@@ -254,7 +254,9 @@ class BlockMap(Lines):
         if segment is None:
             if layout.stack == 2:
                 top, bottom = divmod(code, _K)
-                glyph, style = "▀", self.palette.pair(_PIXELS[top], _PIXELS[bottom])
+                # The terminal's own background (theme ansi) is no ink: as one it would be the foreground.
+                glyph = " " if top == bottom == _P_VOID else "▀"
+                style = self.palette.pair(_PIXELS[top], _PIXELS[bottom])
             else:
                 glyph, style = GLYPHS[code & 63] + " " * (layout.pitch - 1), self._look(code)
             segment = self._segments[code, count] = Segment(glyph * count, self.base + style)
