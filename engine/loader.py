@@ -6,6 +6,7 @@ mapped before the file's own claims were compared with its size. A GGUF's q and 
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +19,7 @@ from engine import gguf_config, gguf_file
 from engine.config import ModelConfig, SetupError
 from engine.gguf_quants import dequantise
 from engine.hub import ModelFiles, Progress, shorten
+from engine.kv_cache import cpu_free_bytes, size
 from engine.safetensors_file import open_shards
 
 _CHUNK_VALUES = 1 << 18
@@ -44,6 +46,16 @@ def load(
     if files.kind == "gguf":
         return _load_gguf(files, dtype or torch.float32, report)
     return _load_safetensors(files, dtype, report)
+
+
+def _check_memory(name: str, need: int) -> None:
+    """A system that hands out more memory than it has kills the process later, without a word."""
+    free = cpu_free_bytes()
+    if free is not None and need > free:
+        raise SetupError(
+            f"too little memory: the weights of {shorten(name)} take {size(need)}, {size(free)} are free; "
+            "take a smaller model or --dtype bfloat16"
+        )
 
 
 class _Meter:
@@ -120,6 +132,8 @@ def _load_safetensors(files: ModelFiles, dtype: torch.dtype | None, report: Prog
     names = _check_shapes(config, shapes, files.name)
     stored = {name: name.removeprefix("model.") if bare else name for name in names}
     meter = _Meter(sum(shards.sizes[stored[name]] for name in names), f"loading {files.name}", report)
+    width = dtype.itemsize if dtype else 0
+    _check_memory(files.name, sum(math.prod(shapes[n]) * width or shards.sizes[stored[n]] for n in names))
     weights = {}
     for name in names:
         tensor = shards.get(stored[name])
@@ -155,6 +169,7 @@ def _load_gguf(files: ModelFiles, dtype: torch.dtype, report: Progress) -> Loade
         heads = _permuted_heads(config, name)
         return _decode(_unpermute(raw.reshape(tensor.shape[0], -1), heads) if heads else raw, tensor, dtype)
 
+    _check_memory(files.name, sum(math.prod(stored[name].shape) for name in names) * dtype.itemsize)
     # numpy and torch leave the GIL while they decode; large tensors first, or one thread ends alone
     by_size = sorted(names, key=lambda name: -stored[name].size)
     pool = ThreadPoolExecutor(min(4, os.cpu_count() or 1))
@@ -189,7 +204,7 @@ def _unpermute(rows: np.ndarray, heads: int) -> np.ndarray:
 
 
 def _decode(raw: np.ndarray, tensor: gguf_file.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    rows, columns = raw.shape[0], int(np.prod(tensor.shape)) // raw.shape[0]
+    rows, columns = raw.shape[0], math.prod(tensor.shape) // raw.shape[0]
     result = torch.empty(rows, columns, dtype=dtype)
     step = max(1, min(rows, _CHUNK_VALUES // columns))
     scratch = np.empty((step, columns), np.float32)

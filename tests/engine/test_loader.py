@@ -100,6 +100,17 @@ def test_damaged_models(change: Change, words: str, tmp_path: Path) -> None:
     assert len(str(error.value)) <= 200
 
 
+def test_too_little_memory_is_said_before_it_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path, "Llama")
+    stored = (tmp_path / "model.safetensors").stat().st_size
+    monkeypatch.setattr(loader, "cpu_free_bytes", lambda: stored // 2 + 5000)
+    with pytest.raises(SetupError, match=r"too little memory: the weights of .* take .* are free"):
+        loader.load(hub.resolve(str(tmp_path)))
+    loader.load(hub.resolve(str(tmp_path)), dtype=torch.bfloat16)
+
+
 def lie(header: Any, body: int = 16) -> bytes:
     encoded = json.dumps(header).encode()
     return struct.pack("<Q", len(encoded)) + encoded + bytes(body)
