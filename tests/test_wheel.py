@@ -93,6 +93,6 @@ def test_works_outside_the_checkout(wheel: Path, tmp_path: Path) -> None:
     }
     assert names >= {"cache-hit", "eviction"}
     assert "cache-hit" in run(home / "bin" / "kvtop", "demo", "list", cwd=elsewhere)
-    assert "--headless" in run(python, "-m", "kvtop", "--help", cwd=elsewhere)
+    assert "replay" in run(python, "-m", "kvtop", "--help", cwd=elsewhere)
     themes = "from kvtop import themes; print(*(theme.name for theme in themes.all_themes()[0]))"
     assert run(python, "-c", themes, cwd=elsewhere).split()[:2] == ["kvtop-dark", "kvtop-light"]
