@@ -93,10 +93,16 @@ class Scheduler:
         return plan
 
     def _schedule_running(self, seq: Sequence) -> None:
+        start, hits = seq.num_computed, None
         if not seq.table:  # a branch that came back from preemption with its siblings
-            self.paging.admit(seq, self.paging.lookup(seq))
-        n = self._chunk(seq, len(seq.tokens) - seq.num_computed)
-        while n and not self.paging.grow(seq, seq.num_computed + n):
+            hits = self.paging.lookup(seq)
+            start = len(hits) * self.paging.block_size
+        n = self._chunk(seq, len(seq.tokens) - start)
+        if n == 0:
+            return
+        if hits:
+            self.paging.admit(seq, hits)
+        while not self.paging.grow(seq, start + n):
             victim = self.running[-1]
             self.preempt(victim)
             if victim is seq.request:
@@ -174,8 +180,6 @@ class Scheduler:
         return need
 
     def _add_row(self, seq: Sequence, n: int) -> None:
-        if n <= 0:
-            return
         end = seq.num_computed + n
         self._rows[seq] = Row(seq, seq.num_computed, n, sample=end == len(seq.tokens))
         self._left -= n

@@ -130,12 +130,14 @@ class Rig:
     def step(self) -> dict[int, int]:
         """One step, checked. Returns the tokens scheduled by request id."""
         seen = len(self.batches)
+        owner = {s.seq_id: r.request_id for r in self.core.requests.values() for s in r.branches}
         self.core.step()
         self.check()
-        owner = {s.seq_id: r.request_id for r in self.core.requests.values() for s in r.branches}
-        self.owners = getattr(self, "owners", {}) | owner
-        rows = [e for b in self.batches[seen:] for e in b.events if isinstance(e, StepScheduled)]
-        return {self.owners[s]: n for e in rows for s, n in zip(e.seq_ids, e.n, strict=True)}
+        tokens: dict[int, int] = {}
+        for event in (e for b in self.batches[seen:] for e in b.events if isinstance(e, StepScheduled)):
+            for seq_id, n in zip(event.seq_ids, event.n, strict=True):
+                tokens[owner[seq_id]] = tokens.get(owner[seq_id], 0) + n
+        return tokens
 
     def run(self, steps: int = 10_000) -> None:
         """Until nothing is left to do."""

@@ -60,7 +60,9 @@ def test_a_salt_enters_block_0_and_reaches_the_others_through_the_chain() -> Non
     plain, one, two = (chain(list(range(12)), salt=s and salt_digest(s)) for s in (None, "1", "2"))  # type: ignore[arg-type]
     assert all(len({a, b, c}) == 3 for a, b, c in zip(plain, one, two, strict=True))
     tail: list[bytes] = one[:1]
-    extend_chain(tail, array("i", range(12)), 4, root_hash(7), None)  # after block 0 the salt is not asked for
+    extend_chain(
+        tail, array("i", range(12)), 4, root_hash(7), None
+    )  # after block 0 the salt is not asked for
     assert tail == one
 
 
