@@ -247,6 +247,12 @@ class EngineCore:
         self._t_schedule = self.clock() - start
         return plan
 
+    def prune(self, plan: Plan) -> None:
+        """Leave out what was aborted or preempted since begin(): a driver that lets such things happen
+        before execute() calls this between them. After execute() finish() sees to it."""
+        plan.rows = [row for row in plan.rows if self.scheduler.is_scheduled(row)]
+        plan.copies = self.scheduler.copies
+
     def _step_budget(self) -> int:
         if not self._chunked:
             return self._budget

@@ -65,6 +65,11 @@ class Scheduler:
         requests = [*self.running, self.waiting[0]] if self.waiting else self.running
         return max((len(s.tokens) for r in requests for s in r.live), default=0)
 
+    @property
+    def copies(self) -> list[tuple[int, int]]:
+        """(source, copy) of the step in flight, in order."""
+        return [(src, dst) for _, src, dst in self.paging.copies]
+
     # ---------------------------------------------------------------- one step
 
     def schedule(self, step: int, budget: int) -> Plan:
@@ -86,8 +91,7 @@ class Scheduler:
         if not self._preempted_now:
             self._admit_waiting()
         rows = list(self._rows.values())
-        copies = [(src, dst) for _, src, dst in self.paging.copies]
-        plan = Plan(step=step, rows=rows, copies=copies, retired=self._retired)
+        plan = Plan(step=step, rows=rows, copies=self.copies, retired=self._retired)
         if rows:  # a plan without rows never reaches the runner, which must still hear of these
             self._retired = []
         return plan
