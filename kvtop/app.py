@@ -336,6 +336,8 @@ class KvtopApp(App[int]):
             return self.engine is not None
         if action == "new_conversation":
             return self.asker is not None
+        if action == "ask":
+            return self.asker is not None or self.play is not None
         return True
 
     @on(Prompt.Sent)

@@ -66,7 +66,7 @@ class MainScreen(Screen[None]):
     AUTO_FOCUS = None
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape", "back", "Key mode, then nothing selected", id="back", priority=True),
-        Binding("i,enter", "ask", "Type a prompt", id="ask"),
+        Binding("i,enter", "app.ask", "Type a prompt", id="ask"),
     ]
 
     def __init__(self, state: DashboardState, motion: Motion, captured: Sequence[str], *, live: bool) -> None:
@@ -194,21 +194,13 @@ class MainScreen(Screen[None]):
         elif self.selected is not None:
             self.select(None)
 
-    def action_ask(self) -> None:
-        """Back to the prompt."""
-        if self.live:
-            self.prompt.focus()
-
-    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        """The prompt exists only where an engine takes prompts."""
-        return self.live if action == "ask" else True
-
     # ------------------------------------------------------------------------------------ link
 
     def select(self, block: int | None) -> None:
         """Show this block's details and light it up everywhere."""
         self.selected = self.map.selected = self.detail.block = block
         self.set_class(block is not None, "-selected")
+        self._hovered = frozenset()
         self._relink()
 
     def _relink(self) -> None:

@@ -68,11 +68,15 @@ class Show:
 
 @asynccontextmanager
 async def show(
-    size: tuple[int, int] = (100, 30), batches: Sequence[StepBatch] = (), **options: object
+    size: tuple[int, int] = (100, 30),
+    batches: Sequence[StepBatch] = (),
+    *,
+    notifications: bool = False,
+    **options: object,
 ) -> AsyncIterator[Show]:
     """An app of this size over these batches, painted."""
     shown = Show(Options(**options), batches)  # type: ignore[arg-type]
-    async with shown.app.run_test(size=size) as pilot:
+    async with shown.app.run_test(size=size, notifications=notifications) as pilot:
         shown.pilot = pilot
         await shown.settle()
         shown.wall += 10

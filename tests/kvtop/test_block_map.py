@@ -194,7 +194,9 @@ async def test_walking_selects_and_tells() -> None:
         text = shown.text
         assert "block 2" in text and "cached · 16 of 16 slots filled" in text
         assert "w16 w17" in text, "the tokens as text"
-        assert f"{shown.app.state.hash_of(2)[:8]}" in text and f"after {shown.app.state.hash_of(1)[:8]}" in text
+        assert (
+            f"{shown.app.state.hash_of(2)[:8]}" in text and f"after {shown.app.state.hash_of(1)[:8]}" in text
+        )
         await shown.pilot.press("escape")
         await shown.settle()
         assert main.selected is None and not main.query_one("#detail-box").display

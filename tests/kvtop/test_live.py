@@ -1,0 +1,251 @@
+"""The dashboard over a running engine (a toy one): prompts, examples, freezing, slow motion, and the ends."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from engine import Engine, EngineConfig, SetupError
+from kvtop.app import KvtopApp
+from kvtop.options import Options
+from kvtop.sources import LiveSource
+from tests.demos.toy import build
+
+
+class Live:
+    """A dashboard over an engine that really runs."""
+
+    def __init__(self, options: Options, make: Any) -> None:
+        self.engine = Engine(EngineConfig(), build=make, device_interval=0)
+        self.app = KvtopApp(LiveSource(self.engine), options, engine=self.engine)
+
+    async def until(self, done: Callable[[], bool], seconds: float = 20.0) -> None:
+        """Wait for the engine's thread."""
+        end = time.monotonic() + seconds
+        while not done():
+            assert time.monotonic() < end, "it did not happen"
+            await asyncio.sleep(0.01)
+            self.app.tick()
+
+    async def finished(self, *ids: int) -> None:
+        """These requests are done and on the screen."""
+        requests = self.app.state.requests
+        await self.until(lambda: all(i in requests and requests[i].done for i in ids))
+        await self.pilot.pause()
+
+    @property
+    def hint(self) -> str:
+        """The line under the prompt."""
+        return self.app.main.hint.lines[0]
+
+
+@asynccontextmanager
+async def live(size: tuple[int, int] = (120, 40), make: Any = build, **options: Any) -> AsyncIterator[Live]:
+    """Started, with the first frame painted."""
+    shown = Live(Options(**options), make)
+    async with shown.app.run_test(size=size) as pilot:
+        shown.pilot = pilot
+        try:
+            if make is build:
+                await shown.until(lambda: shown.app.state.started is not None)
+                await pilot.pause()
+                shown.app.paint()
+            yield shown
+        finally:
+            await asyncio.to_thread(shown.engine.stop)
+
+
+async def test_typing_types_and_keys_act_only_in_key_mode() -> None:
+    async with live() as shown:
+        app, pilot = shown.app, shown.pilot
+        assert app.main.typing and "Esc keys" in app.main.key_line.lines[0]
+        await pilot.press("q", "i", "space", "x", "s", "full_stop", "L", "question_mark")
+        assert app.main.prompt.value == "qi xs.L?" and app.return_code is None and not app.frozen
+        await pilot.press("escape")
+        await pilot.pause()
+        app.paint()
+        assert not app.main.typing and app.main.key_line.lines[0].startswith(" i prompt   space freeze")
+        await pilot.press("space")
+        assert app.frozen and app.main.prompt.value == "qi xs.L?"
+        await pilot.press("space", "i")
+        assert not app.frozen and app.main.typing
+        await pilot.press("escape", "enter")
+        assert app.main.typing
+        await pilot.press("escape", "q")
+        await pilot.pause()
+        assert app.return_code == 0
+
+
+async def test_ctrl_q_quits_from_the_prompt() -> None:
+    async with live() as shown:
+        await shown.pilot.press("a", "ctrl+q")
+        await shown.pilot.pause()
+        assert shown.app.return_code == 0
+
+
+async def test_enter_goes_through_the_examples() -> None:
+    """Five Enters, as fast as they come: each example waits for the one before."""
+    async with live() as shown:
+        app = shown.app
+        assert "Enter sends example 1 of 5: a question about a page of 1,000 tokens" in shown.hint
+        assert "blocks until the first eviction" in shown.hint
+        await shown.pilot.press(*["enter"] * 5)
+        await shown.finished(*range(1, 13))
+        views = app.state.requests
+        assert [views[i].hit_blocks > 40 for i in (1, 2, 3)] == [False, True, False]
+        assert views[3].hit_blocks == 0 and views[3].explanation.first_miss_block == 0
+        assert {views[i].conversation for i in range(4, 12)} and len(
+            {views[i].conversation for i in views}
+        ) == 12
+        assert app.state.evictions > 0
+        last = views[12]
+        assert last.prompt_token_ids == views[1].prompt_token_ids and last.hit_blocks < views[2].hit_blocks
+        app.paint()
+        assert "Enter sends example 1 of 5" in shown.hint and "evicted so far" in shown.hint
+
+
+async def test_a_conversation_goes_on_and_a_new_one_starts_anew() -> None:
+    async with live() as shown:
+        app, pilot = shown.app, shown.pilot
+        await pilot.press(*"hello", "enter")
+        await shown.finished(1)
+        await pilot.press(*"more", "enter")
+        await shown.finished(2)
+        await pilot.press("ctrl+n", *"new", "enter")
+        await shown.finished(3)
+        views = app.state.requests
+        assert views[1].conversation == views[2].conversation != views[3].conversation
+        first = views[1].prompt_token_ids
+        assert views[2].prompt_token_ids[: len(first)] == first
+        await pilot.press("up", "up")
+        assert app.main.prompt.value == "more"
+        await pilot.press("down", "down")
+        assert app.main.prompt.value == ""
+
+
+async def test_typed_prompts_go_on_with_an_example() -> None:
+    async with live() as shown:
+        await shown.pilot.press("enter")
+        await shown.finished(1)
+        await shown.pilot.press(*"and then", "enter")
+        await shown.finished(2)
+        assert shown.app.state.requests[2].hit_blocks > 40
+
+
+async def test_freezing_keeps_what_comes() -> None:
+    async with live() as shown:
+        app = shown.app
+        await shown.pilot.press("escape", "space")
+        app.asker.send("hello")
+        await shown.until(lambda: not shown.engine._inbox and not shown.engine._live().has_work)
+        await asyncio.sleep(0.05)
+        app.tick()
+        assert not app.state.requests and any(b.text == "FROZEN" for b in app.main.header.badges)
+        assert "frozen" in shown.hint
+        await shown.pilot.press("space")
+        await shown.finished(1)
+
+
+async def test_slow_motion_and_single_steps() -> None:
+    async with live() as shown:
+        app = shown.app
+        await shown.pilot.press("f3")
+        app.paint()
+        assert any(b.text.startswith("SLOW") for b in app.main.header.badges)
+        await shown.pilot.press("f3", "escape", "full_stop")
+        assert app.stepping and app.slow == 0
+        await shown.until(lambda: shown.engine._paused and not shown.engine._single_steps)
+        app.asker.send("hello")
+        await shown.until(lambda: 1 in app.state.requests)
+        step = app.state.step
+        await shown.pilot.press("full_stop")
+        await shown.until(lambda: app.state.step == step + 1)
+        app.paint()
+        assert "stands still" in shown.hint and "F3 run on" in app.main.key_line.lines[0]
+        await shown.pilot.press("f3")
+        await shown.finished(1)
+        assert not app.stepping
+
+
+async def test_prompts_of_the_start_run_at_once() -> None:
+    async with live(prompts=("one", "two", "three")) as shown:
+        await shown.finished(1, 2, 3)
+        assert len({v.conversation for v in shown.app.state.requests.values()}) == 3
+
+
+async def test_loading_shows_progress() -> None:
+    seen = threading.Event()
+
+    def slow(config: EngineConfig, progress: Any) -> Any:
+        progress(30, 100, "reading weights")
+        seen.wait(20)
+        return build(config, progress)
+
+    async with live(make=slow) as shown:
+        await shown.until(lambda: any("reading weights" in line for line in shown.app.main.chat.lines))
+        chat = "\n".join(shown.app.main.chat.lines)
+        assert " 30 %" in chat and "████" in chat
+        assert any(b.text == "LOADING" for b in shown.app.main.header.badges)
+        seen.set()
+        await shown.until(lambda: shown.app.state.started is not None)
+
+
+async def test_a_start_that_fails_is_one_line_and_exit_2() -> None:
+    def broken(config: EngineConfig, progress: Any) -> Any:
+        raise SetupError("no such model; try --model Qwen/Qwen3-0.6B")
+
+    async with live(make=broken) as shown:
+        await shown.until(lambda: shown.app.failure is not None)
+        assert shown.app.failure == "no such model; try --model Qwen/Qwen3-0.6B"
+        assert shown.app.return_code == 2
+
+
+async def test_x_aborts_what_runs() -> None:
+    async with live() as shown:
+        app = shown.app
+        await shown.pilot.press("escape", "full_stop")
+        app.asker.send("hello")
+        await shown.until(lambda: 1 in app.state.requests)
+        await shown.pilot.press("full_stop")
+        await shown.until(lambda: bool(app.state.running))
+        await shown.pilot.press("x")
+        await shown.finished(1)
+        assert app.state.requests[1].finish_reason == "abort"
+        app.paint()
+        assert "aborted" in "\n".join(app.main.chat.lines)
+
+
+@pytest.mark.parametrize("name", ["cache-hit", "eviction"])
+async def test_a_demo_plays_with_captions(name: str) -> None:
+    from kvtop import demo
+
+    scene = demo.load(name)
+    shown = Live(Options(demo=scene), build)
+    shown.engine.config = scene.config(shown.engine.config)
+    async with shown.app.run_test(size=(120, 40)) as pilot:
+        shown.pilot = pilot
+        app = shown.app
+        try:
+            assert not app.main.typing
+            await shown.until(lambda: app.play is not None and app.play.waiting)
+            app.paint()
+            await pilot.pause()
+            assert app.main.caption.display and app.main.caption.lines
+            assert any("Enter goes on" in line for line in app.main.caption.lines)
+            for _ in range(60):
+                await shown.until(lambda: app.play.waiting or app.play.verdict is not None)
+                if app.play.verdict is not None:
+                    break
+                await pilot.press("enter")
+            assert app.play.verdict is not None
+            await pilot.press("q")
+            await pilot.pause()
+            assert app.return_code == (0 if app.play.verdict["ok"] else 1)
+        finally:
+            await asyncio.to_thread(shown.engine.stop)
