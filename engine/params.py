@@ -44,6 +44,7 @@ class SamplingParams:
         need(k is None or k >= 0, f"top_k must be 0 (all) or more, not {k}")
         need(p is None or 0 < p <= 1, f"top_p must be over 0 and at most 1, not {p}")
         need(0 <= self.min_p < 1, f"min_p must be at least 0 and under 1, not {self.min_p}")
+        need(not isinstance(self.stop, str), f"stop must be a tuple of texts, not the text {self.stop!r:.40}")
         need(all(self.stop), "stop must not contain an empty text")
         s = self.seed
         need(s is None or 0 <= s < 2**63, f"seed must be between 0 and 2**63 - 1, not {s}")
@@ -52,7 +53,9 @@ class SamplingParams:
         """Copy without None: `defaults` is the model's generation_config (temperature, top_k, top_p,
         do_sample), `seed` is used where none was given."""
         own = defaults if defaults.get("do_sample", False) else {}
-        t = self.temperature if self.temperature is not None else own.get("temperature", 1.0 if own else 0.0)
+        t = self.temperature if self.temperature is not None else own.get("temperature")
+        if t is None:  # some configs say null
+            t = 1.0 if own else 0.0
         return replace(
             self,
             temperature=float(t),

@@ -317,7 +317,7 @@ def test_an_abort_at_any_moment_returns_all_blocks_and_ends_once(steps: int) -> 
 @pytest.mark.parametrize("steps", range(5))
 @pytest.mark.parametrize("early", [True, False])
 def test_an_abort_between_scheduling_and_commit_leaves_no_unwritten_hash(steps: int, early: bool) -> None:
-    """Before the forward or after it. Also those that shared its blocks in this very step go back to the queue, and come out right."""
+    """Before the forward or after it. Those that shared its blocks in this step come out right, too."""
     rig = Rig(num_blocks=30, max_num_batched_tokens=64)
     request, sharer = rig.add(prompt(50), 4), rig.add(prompt(60), 4)
     for _ in range(steps):

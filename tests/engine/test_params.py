@@ -1,0 +1,68 @@
+"""SamplingParams: ranges with their messages, and what the model's defaults fill in."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from engine.params import SamplingParams
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"max_tokens": 0}, "max_tokens must be at least 1, not 0"),
+        ({"temperature": -0.1}, "temperature must be between 0 and 100, not -0.1"),
+        ({"temperature": float("nan")}, "temperature"),
+        ({"temperature": float("inf")}, "temperature"),
+        ({"top_k": -1}, "top_k must be 0 (all) or more, not -1"),
+        ({"top_p": 0.0}, "top_p must be over 0 and at most 1, not 0.0"),
+        ({"top_p": 1.1}, "top_p"),
+        ({"top_p": float("nan")}, "top_p"),
+        ({"min_p": 1.0}, "min_p must be at least 0 and under 1, not 1.0"),
+        ({"min_p": -0.1}, "min_p"),
+        ({"stop": ("a", "")}, "stop must not contain an empty text"),
+        ({"stop": "END"}, "stop must be a tuple of texts"),
+        ({"seed": -1}, "seed must be between 0 and 2**63 - 1, not -1"),
+        ({"seed": 2**63}, "seed"),
+    ],
+)
+def test_a_value_out_of_range_is_named_in_one_line(wrong: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match="^[^\n]{1,200}$") as error:
+        SamplingParams(**wrong)
+    assert words in str(error.value)
+
+
+def test_the_edges_are_allowed() -> None:
+    SamplingParams(max_tokens=1, temperature=0, top_k=0, top_p=1, min_p=0, seed=2**63 - 1)
+    SamplingParams(temperature=100, top_p=1e-9, min_p=0.999, seed=0)
+
+
+def test_without_model_defaults_a_request_is_greedy() -> None:
+    for defaults in ({}, {"temperature": 0.6, "top_k": 20}, {"do_sample": False, "temperature": 0.6}):
+        p = SamplingParams().resolved(defaults, seed=5)
+        assert (p.temperature, p.top_k, p.top_p, p.seed) == (0.0, 0, 1.0, 5) and p.is_greedy
+
+
+def test_a_model_that_samples_fills_what_is_left_open() -> None:
+    model = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95}
+    p = SamplingParams(top_k=0, seed=9).resolved(model, seed=5)
+    assert (p.temperature, p.top_k, p.top_p, p.seed) == (0.6, 0, 0.95, 9) and not p.is_greedy
+    assert SamplingParams().resolved({"do_sample": True}, 1).temperature == 1.0
+    assert SamplingParams(temperature=0).resolved(model, 1).is_greedy
+    assert SamplingParams(top_k=1).resolved(model, 1).is_greedy
+
+
+def test_a_generation_config_with_null_in_it_means_its_defaults() -> None:
+    model = {"do_sample": True, "temperature": None, "top_k": None, "top_p": None}
+    p = SamplingParams().resolved(model, seed=5)
+    assert (p.temperature, p.top_k, p.top_p) == (1.0, 0, 1.0)
+
+
+def test_the_event_gets_plain_values() -> None:
+    plain = SamplingParams(stop=("a",), stop_token_ids=(1, 2)).as_dict()
+    assert plain["stop"] == ["a"] and plain["stop_token_ids"] == [1, 2]
+    assert json.loads(json.dumps(plain)) == plain
+    assert set(plain) == set(SamplingParams.__slots__)
