@@ -21,6 +21,50 @@ from typer.exceptions import Abort, TyperException
 from engine import EngineConfig, SetupError
 from kvtop import __version__
 from kvtop.asks import Ask, parse_size, read_prompts, read_system, sampling
+from kvtop.cli_options import (
+    AsJson,
+    BlockSize,
+    Budget,
+    Caching,
+    Chunked,
+    Concurrent,
+    Device,
+    Dtype,
+    File,
+    Fps,
+    GpuPart,
+    HashSeed,
+    Headless,
+    IgnoreEos,
+    KvMemory,
+    LongPrefill,
+    MaxLen,
+    MaxSeqs,
+    MaxTokens,
+    MinP,
+    Model,
+    Motion,
+    NumBlocks,
+    Once,
+    Ops,
+    Prompt,
+    Prompts,
+    Record,
+    Redact,
+    Revision,
+    Seed,
+    Slow,
+    Stop,
+    System,
+    Temperature,
+    Theme,
+    Threads,
+    TopK,
+    TopP,
+    View,
+    ViewName,
+    opt,
+)
 from kvtop.text import cut, safe_text
 
 if TYPE_CHECKING:
@@ -36,82 +80,6 @@ app = typer.Typer(
     help="Watch the KV blocks of an LLM engine. Plain `kvtop` is `kvtop run`: a dashboard over a live model.",
     epilog="Every option can be set as KVTOP_… in the environment or in config.toml.",
 )
-
-DeviceName = Literal["auto", "cpu", "cuda"]
-DType = Literal["auto", "bfloat16", "float32", "float64"]
-OpsName = Literal["auto", "reference", "cpu", "triton"]
-ViewName = Literal["chat", "ops", "all"]
-
-_PANEL_ENGINE, _PANEL_ASK, _PANEL_SHOW, _PANEL_OUT = "Engine", "Prompts", "Dashboard", "Output"
-
-
-def opt(help: str, *names: str, **more: Any) -> Any:
-    """An option with its KVTOP_ variable, named after its long form."""
-    long = next(n for n in names if n.startswith("--")).partition("/")[0]
-    return typer.Option(*names, help=help, envvar="KVTOP_" + long[2:].replace("-", "_").upper(), **more)
-
-
-Model = Annotated[str | None, opt("Hub id, folder or .gguf; the built-in model without.", "--model")]
-Revision = Annotated[str | None, opt("Branch, tag or commit on the hub.", "--revision")]
-Device = Annotated[DeviceName, opt("Where to compute.", "--device")]
-Dtype = Annotated[DType, opt("Of weights, activations and KV; auto is bfloat16.", "--dtype")]
-Ops = Annotated[OpsName, opt("Which kernels.", "--ops")]
-BlockSize = Annotated[int, opt("Tokens a block, a power of two.", "--block-size")]
-NumBlocks = Annotated[int | None, opt("KV blocks, the null block included.", "--num-blocks")]
-KvMemory = Annotated[
-    str | None, opt("Memory for KV, like 192MiB or 2G.", "--kv-cache-memory", metavar="SIZE")
-]
-GpuPart = Annotated[float, opt("Part of a GPU's memory to use.", "--gpu-memory-utilization")]
-MaxLen = Annotated[int | None, opt("Longest sequence in tokens.", "--max-model-len")]
-Budget = Annotated[int | None, opt("Tokens a step.", "--max-num-batched-tokens")]
-MaxSeqs = Annotated[int, opt("Sequences that run at once.", "--max-num-seqs")]
-Caching = Annotated[
-    bool, opt("Reuse computed prefixes.", "--enable-prefix-caching/--no-enable-prefix-caching")
-]
-Chunked = Annotated[
-    bool, opt("Split long prompts over steps.", "--enable-chunked-prefill/--no-enable-chunked-prefill")
-]
-LongPrefill = Annotated[
-    int,
-    opt(
-        "Most tokens of one prompt a step while others wait; 0 is no limit.", "--long-prefill-token-threshold"
-    ),
-]
-Seed = Annotated[int, opt("Of the sampling.", "--seed")]
-HashSeed = Annotated[int | None, opt("Of the block hashes; random without.", "--hash-seed")]
-Threads = Annotated[int | None, opt("CPU threads; all cores without.", "--threads")]
-
-Prompt = Annotated[list[str] | None, opt("Ask this; may be given several times.", "--prompt", "-p")]
-Prompts = Annotated[
-    str | None,
-    opt(
-        "A prompt a line, or JSONL {prompt, system, max_tokens, …}; - reads stdin.",
-        "--prompts",
-        metavar="FILE",
-    ),
-]
-System = Annotated[str | None, opt("System message.", "--system", metavar="TEXT|@FILE")]
-MaxTokens = Annotated[int | None, opt("Most tokens to generate (256).", "--max-tokens")]
-Temperature = Annotated[float | None, opt("0 is greedy; the model's own without.", "--temperature")]
-TopK = Annotated[int | None, opt("Keep the k likeliest tokens.", "--top-k")]
-TopP = Annotated[float | None, opt("Keep tokens up to this probability.", "--top-p")]
-MinP = Annotated[float | None, opt("Drop tokens under this part of the likeliest.", "--min-p")]
-Stop = Annotated[list[str] | None, opt("Text that ends an answer; may be given several times.", "--stop")]
-IgnoreEos = Annotated[bool | None, opt("Go on after the end token.", "--ignore-eos")]
-
-Headless = Annotated[bool, opt("No dashboard; so also without a terminal.", "--headless")]
-AsJson = Annotated[bool, opt("JSON on stdout: a line a step, then the summary.", "--json")]
-Once = Annotated[bool, opt("With --json: the summary alone.", "--once")]
-Concurrent = Annotated[bool, opt("All prompts at once.", "--concurrent")]
-Record = Annotated[Path | None, opt("Write a recording, .jsonl or .jsonl.gz.", "--record", metavar="FILE")]
-Redact = Annotated[bool, opt("Keep no text and no token ids in the recording.", "--redact")]
-Slow = Annotated[float, opt("Slow motion: seconds between steps.", "--slow", min=0, max=60)]
-
-Theme = Annotated[str | None, opt("Name, or a .toml file.", "--theme")]
-View = Annotated[ViewName | None, opt("What to show first.", "--view")]
-Fps = Annotated[float | None, opt("Frames a second.", "--fps", min=0.5, max=120)]
-Motion = Annotated[bool, opt("Sweeps and flashes.", "--motion/--no-motion")]
-File = Annotated[Path, typer.Argument(help="A recording.", metavar="FILE")]
 
 
 @app.callback(invoke_without_command=True)
