@@ -7,58 +7,26 @@ laid out, and a finished one is laid out once a width.
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from rich.cells import cell_len
-from rich.style import Style
 from textual import events
 from textual.binding import Binding, BindingType
 from textual.message import Message
 
 from kvtop import lookup
 from kvtop.text import cut, safe_text
-from kvtop.units import count, duration
+from kvtop.widgets.chat_lines import Layouter, Line, plain
 from kvtop.widgets.lines import Lines, Part
-from kvtop.wrap import spelled, wrap
 
 if TYPE_CHECKING:
     from kvtop.requests import RequestView
     from kvtop.state import DashboardState
 
-_INDENT = 3
 _CACHE = 256
-_FOLDED_PROMPT = 6
-"""Lines of a prompt without roles that are shown folded."""
-
-
-@dataclass(frozen=True, slots=True)
-class Passage:
-    """Text of consecutive tokens; `first` is the index of the first of them in the sequence."""
-
-    text: str
-    starts: list[int]
-    first: int
-
-    def token(self, char: int) -> int:
-        """Index in the sequence of the token that character belongs to."""
-        return self.first + max(0, bisect_right(self.starts, char) - 1)
-
-
-@dataclass(slots=True)
-class Line:
-    """A line before styling: lead, then a slice of a passage or fixed parts."""
-
-    lead: list[Part]
-    parts: list[Part] = field(default_factory=list)
-    passage: Passage | None = None
-    start: int = 0
-    end: int = 0
-    style: Style = field(default_factory=Style.null)
-    fold: bool = False
-    """A click here folds or unfolds the attached page."""
+"""Requests whose layout is kept."""
 
 
 class Chat(Lines):
@@ -149,7 +117,7 @@ class Chat(Lines):
 
     def _welcome(self, state: DashboardState, width: int, height: int) -> list[list[Part]]:
         if state.started is None:
-            return []
+            return self._loading(state, width, height)
         texts = [
             "Nothing was asked yet.",
             "",
@@ -166,7 +134,7 @@ class Chat(Lines):
         muted, step = self.ink("muted"), state.loading
         rows: list[list[Part]] = [[("", muted)]] * max(0, (height - 3) // 2)
         if state.errors:
-            for text in _plain(safe_text(state.errors[-1].message), width - 4):
+            for text in plain(safe_text(state.errors[-1].message), width - 4):
                 rows.append([("  ", muted), (text, self.ink("error"))])
             return rows
         what = "Starting the engine" if step is None else safe_text(step.what)
@@ -204,146 +172,9 @@ class Chat(Lines):
         known = self._layouts.get(rid)
         if known is not None and known[0] == key:
             return known[1]
-        lines = list(self._layout_lines(state, view, width))
+        lines = list(Layouter(state, width, self.ink, rid in self.unfolded).lines(view))
         self._layouts[rid] = (key, lines)
         return lines
-
-    def _layout_lines(self, state: DashboardState, view: RequestView, width: int) -> Iterator[Line]:
-        bold = self.ink("text") + Style(bold=True)
-        head = f"#{view.request_id} "
-        indent = max(_INDENT, len(head))
-        question = self._question(state, view)
-        page = next((s for s in view.spans if s[3]), None)
-        chip = self._chip(view, page, width) if page is not None else []
-        spare = sum(cell_len(t) for t, _ in chip)
-        lines = wrap(question.text.strip("\n") or " ", max(1, width - indent))
-        offset = len(question.text) - len(question.text.lstrip("\n"))
-        folded = False
-        if not view.spans and len(lines) > _FOLDED_PROMPT and view.request_id not in self.unfolded:
-            lines = lines[:_FOLDED_PROMPT]
-        for n, (start, end) in enumerate(lines):
-            cached = view.cached_tokens > 0 and question.token(start + offset) < view.cached_tokens
-            mark = ("▌" if cached else " ", self.ink("hit"))
-            lead = [(head, self.ink("muted"))] if n == 0 else [(" " * indent, bold)]
-            if cached:
-                lead = [mark, (lead[0][0][1:], lead[0][1])]
-            line = Line(lead, passage=question, start=start + offset, end=end + offset, style=bold)
-            if (
-                n == 0
-                and chip
-                and indent + cell_len(question.text[line.start : line.end]) + 2 + spare <= width
-            ):
-                line.parts, line.fold = chip, True
-                folded = True
-            yield line
-        if page is not None and not folded:
-            yield self._page_line(view, page, width)
-        if page is not None and view.request_id in self.unfolded:
-            yield from self._unfolded(state, view, page, width)
-        pad: Part = (" " * _INDENT, bold)
-        if view.error:
-            for text in _plain(safe_text(view.error), width - _INDENT):
-                yield Line([pad], [(text, self.ink("error"))])
-            if view.finish_reason == "refused":
-                return
-        yield Line([pad], self._cost(state, view, width - _INDENT))
-        answer = self._answer(state, view)
-        if answer.text or (view.phase == "running" and view.t_first is not None):
-            yield from self._streamed(view, answer, width)
-
-    def _question(self, state: DashboardState, view: RequestView) -> Passage:
-        turns = [s for s in view.spans if s[2] == "user"]
-        start, end = (turns[-1][0], turns[-1][1]) if turns else (0, len(view.prompt_token_ids))
-        if not view.prompt_token_ids:
-            return Passage(f"({count(view.prompt_tokens)} tokens)", [0], 0)
-        text, starts = spelled(state.piece(t) for t in view.prompt_token_ids[start:end])
-        return Passage(text, starts, start)
-
-    def _answer(self, state: DashboardState, view: RequestView) -> Passage:
-        text, starts = spelled(state.piece(t) for t in view.output_ids)
-        shown = safe_text(view.text, newlines=True)
-        if not text.startswith(shown):  # a decoder of its own (stripped blanks): tokens cannot be told apart
-            starts = starts[:1]
-        return Passage(shown.rstrip("\n"), starts, view.prompt_tokens)
-
-    def _chip(self, view: RequestView, page: tuple[int, int, str, str], width: int) -> list[Part]:
-        read = view.cached_tokens > page[0]
-        arrow = "▾" if view.request_id in self.unfolded else "▸"
-        name = cut(safe_text(page[3]), max(4, width // 3))
-        return [("▌" if read else " ", self.ink("hit")), (f"{name} {arrow}", self.ink("muted"))]
-
-    def _page_line(self, view: RequestView, page: tuple[int, int, str, str], width: int) -> Line:
-        """The attached page in a line of its own, where it does not fit behind the question."""
-        read = min(view.cached_tokens, page[1]) > page[0]
-        lead = [("  ", self.ink("text")), ("▌" if read else "│", self.ink("hit" if read else "muted"))]
-        arrow = "▾" if view.request_id in self.unfolded else "▸"
-        name = cut(safe_text(page[3]), max(4, width - 24))
-        text = f"{name} · {count(page[1] - page[0])} tokens {arrow}"
-        return Line(lead, [(text, self.ink("muted"))], fold=True)
-
-    def _unfolded(
-        self, state: DashboardState, view: RequestView, page: tuple[int, int, str, str], width: int
-    ) -> Iterator[Line]:
-        text, starts = spelled(state.piece(t) for t in view.prompt_token_ids[page[0] : page[1]])
-        passage = Passage(text, starts, page[0])
-        for start, end in wrap(text, max(1, width - _INDENT)):
-            cached = passage.token(start) < view.cached_tokens
-            lead = [
-                (" " * (_INDENT - 1), self.ink("text")),
-                ("▌" if cached else "│", self.ink("hit" if cached else "muted")),
-            ]
-            yield Line(lead, passage=passage, start=start, end=end, style=self.ink("muted"))
-
-    def _cost(self, state: DashboardState, view: RequestView, width: int) -> list[Part]:
-        """ "cold · computed 1,040 tokens · 690 ms" and its other forms."""
-        muted, hit = self.ink("muted"), self.ink("hit")
-        read, todo = view.cached_tokens, view.prompt_tokens - view.cached_tokens
-        if view.phase == "queued":
-            text = "waiting"
-            if view.blocked is not None:
-                need, free = count(view.blocked.need), count(view.blocked.free)
-                text = f"waiting for memory: needs {need} blocks, {free} free"
-            return [(cut(text, width), muted)]
-        if view.phase == "preempted":
-            return [
-                (cut("preempted: gave its blocks up, waits to compute again", width), self.ink("warning"))
-            ]
-        first: list[Part] = [(f"read {count(read)}", hit)] if read else [("cold", self.ink("active"))]
-        if view.t_first is None and view.phase == "running":
-            done = max(0, view.num_computed - read)
-            return [*first, (f" · computing {count(done)} of {count(todo)}", muted)]
-        end: list[Part] = (
-            [(f" · {duration(view.ttft)}", hit if read else muted)] if view.ttft is not None else []
-        )
-        if times := lookup.speedup(state, view):
-            end.append((f"   {times}", hit + Style(bold=True)))
-        if view.finish_reason in ("length", "abort"):
-            word = "aborted" if view.finish_reason == "abort" else f"cut at {view.num_output} tokens"
-            end.append((f" · {word}", muted))
-        middles = (f" · computed {count(todo)} tokens", f" · computed {count(todo)}", "")
-        for middle in middles[bool(read) :]:
-            row = [*first, (middle, muted), *end]
-            if sum(cell_len(t) for t, _ in row) <= width:
-                break
-        return row
-
-    def _streamed(self, view: RequestView, answer: Passage, width: int) -> Iterator[Line]:
-        text = self.ink("text")
-        room = max(1, width - _INDENT)
-        lead: list[Part] = [(" " * _INDENT, text)]
-        start = len(answer.text) - len(answer.text.lstrip())
-        lines = [(a + start, b + start) for a, b in wrap(answer.text[start:], room)]
-        for n, (a, b) in enumerate(lines):
-            line = Line(list(lead), passage=answer, start=a, end=b, style=text)
-            if n == len(lines) - 1 and view.phase == "running":
-                if cell_len(answer.text[a:b]) < room:
-                    line.parts = [("█", self.ink("accent"))]
-                    yield line
-                else:
-                    yield line
-                    yield Line(list(lead), [("█", self.ink("accent"))])
-            else:
-                yield line
 
     def _row(self, line: Line, table: list[int]) -> list[Part]:
         row = list(line.lead)
@@ -436,8 +267,3 @@ class Chat(Lines):
     def on_mouse_scroll_down(self) -> None:
         """One notch of the wheel."""
         self.action_scroll_lines(-3)
-
-
-def _plain(text: str, width: int) -> Iterator[str]:
-    for start, end in wrap(text, max(1, width)):
-        yield text[start:end]

@@ -88,11 +88,30 @@ class Stage:
         self.acts: list[Act] = []
         if load:
             self._emit([ModelLoading(1, 4, "weights")])
-        self._emit([EngineStarted(
-            schema=1, source="simulated", capabilities=["blocks", "text", "timings"], model="SmolLM2-135M-Instruct",
-            device="cpu", dtype="bfloat16", num_blocks=num_blocks, block_size=size, bytes_per_block=368_640,
-            weights_bytes=269_000_000, hash_seed=SEED, epoch=1.7e9, max_model_len=8192,
-            knobs={"max_num_batched_tokens": budget, "max_num_seqs": 64, "enable_prefix_caching": True})])
+        self._emit(
+            [
+                EngineStarted(
+                    schema=1,
+                    source="simulated",
+                    capabilities=["blocks", "text", "timings"],
+                    model="SmolLM2-135M-Instruct",
+                    device="cpu",
+                    dtype="bfloat16",
+                    num_blocks=num_blocks,
+                    block_size=size,
+                    bytes_per_block=368_640,
+                    weights_bytes=269_000_000,
+                    hash_seed=SEED,
+                    epoch=1.7e9,
+                    max_model_len=8192,
+                    knobs={
+                        "max_num_batched_tokens": budget,
+                        "max_num_seqs": 64,
+                        "enable_prefix_caching": True,
+                    },
+                )
+            ]
+        )
 
     # ---------------------------------------------------------------------------- the script
 
@@ -114,8 +133,12 @@ class Stage:
         tokens += self.encode("\n<assistant> :")
         act = Act(rid, 100 + rid, tokens, len(tokens), self.encode(answer), self.t)
         self.acts.append(act)
-        self._emit([RequestQueued(rid, list(tokens), self.t, spans=spans, params={"max_tokens": 64}),
-                    *self._pieces(tokens)])
+        self._emit(
+            [
+                RequestQueued(rid, list(tokens), self.t, spans=spans, params={"max_tokens": 64}),
+                *self._pieces(tokens),
+            ]
+        )
         return rid
 
     def step(self, seconds: float = 0.016) -> None:
@@ -139,7 +162,9 @@ class Stage:
             out += self._grow(act, start + n)
             if start < act.prompt:
                 out += self._publish(act, min(start + n, act.prompt))
-        out.append(StepScheduled([a.seq for a, _, _ in rows], [s for _, s, _ in rows], [n for _, _, n in rows]))
+        out.append(
+            StepScheduled([a.seq for a, _, _ in rows], [s for _, s, _ in rows], [n for _, _, n in rows])
+        )
         self.t += seconds
         done: list[Act] = []
         ids, counts, texts, pieces = [], [], [], []
@@ -159,7 +184,9 @@ class Stage:
                 if act.out == len(act.answer):
                     done.append(act)
         out += pieces
-        out.append(TokensSampled([a.seq for a, _, _ in rows], ids, counts, [a.computed for a, _, _ in rows], texts))
+        out.append(
+            TokensSampled([a.seq for a, _, _ in rows], ids, counts, [a.computed for a, _, _ in rows], texts)
+        )
         for act, _, _ in rows:
             if act not in done:
                 out += self._publish(act, act.computed)
@@ -169,11 +196,23 @@ class Stage:
         tokens = sum(n for _, _, n in rows)
         hashed = sum(1 for b in self.queue if b in self.hash)
         running = sum(a.admitted for a in self.acts)
-        out.append(StepCompleted(
-            slow=False, budget=self.budget, decode_tokens=decodes, prefill_tokens=tokens - decodes, t_schedule=1e-4,
-            t_prepare=1e-4, t_forward=seconds - 4e-4, t_sample=2e-4, t_gpu=None,
-            queues={"running": running, "waiting": len(self.acts) - running, "preempted": 0},
-            free=len(self.queue) - hashed, cached=hashed, active=self.num_blocks - 1 - len(self.queue)))
+        out.append(
+            StepCompleted(
+                slow=False,
+                budget=self.budget,
+                decode_tokens=decodes,
+                prefill_tokens=tokens - decodes,
+                t_schedule=1e-4,
+                t_prepare=1e-4,
+                t_forward=seconds - 4e-4,
+                t_sample=2e-4,
+                t_gpu=None,
+                queues={"running": running, "waiting": len(self.acts) - running, "preempted": 0},
+                free=len(self.queue) - hashed,
+                cached=hashed,
+                active=self.num_blocks - 1 - len(self.queue),
+            )
+        )
         self._emit(out)
 
     def run(self, prefill: float = 0.3, decode: float = 0.016) -> None:
@@ -195,8 +234,15 @@ class Stage:
                 refs += [b, 1, self.ref[b]]
         ids = sorted(self.hash)
         live = [a for a in self.acts if a.admitted]
-        return PoolSnapshot(refs, to_runs(self.queue), ids, [self.hash[b] for b in ids], [a.seq for a in live],
-                            [list(a.table) for a in live], [a.computed for a in live])
+        return PoolSnapshot(
+            refs,
+            to_runs(self.queue),
+            ids,
+            [self.hash[b] for b in ids],
+            [a.seq for a in live],
+            [list(a.table) for a in live],
+            [a.computed for a in live],
+        )
 
     # ------------------------------------------------------------------------------ the pool
 
@@ -220,8 +266,11 @@ class Stage:
             if h not in self.where:
                 break
             hit.append(self.where[h])
-        out: list[Event] = [PrefixLookup(
-            act.rid, hashes, len(hit), min(len(hit) + 1, len(hashes)), len(hit) * self.size, act.prompt)]
+        out: list[Event] = [
+            PrefixLookup(
+                act.rid, hashes, len(hit), min(len(hit) + 1, len(hashes)), len(hit) * self.size, act.prompt
+            )
+        ]
         if hit:
             out.append(BlocksTouched(act.seq, list(hit), "hit"))
         for b in hit:
@@ -263,8 +312,16 @@ class Stage:
             self.hash[b] = h
             self.where.setdefault(h, b)
         act.stored = last
-        return [BlocksStored(act.seq, first, list(ids), hashes[first:], hashes[first - 1] if first else root,
-                             act.tokens[first * self.size : last * self.size])]
+        return [
+            BlocksStored(
+                act.seq,
+                first,
+                list(ids),
+                hashes[first:],
+                hashes[first - 1] if first else root,
+                act.tokens[first * self.size : last * self.size],
+            )
+        ]
 
     def _finish(self, act: Act) -> list[Event]:
         ids = act.table[::-1]
@@ -278,6 +335,9 @@ class Stage:
         return [
             BlocksReleased(act.seq, ids),
             RequestFinished(
-                act.rid, "stop", Timings(act.t, act.t_admitted, act.t_first, self.t, self.t),
-                Usage(act.prompt, act.cached, act.prompt - act.cached, 0, act.out)),
+                act.rid,
+                "stop",
+                Timings(act.t, act.t_admitted, act.t_first, self.t, self.t),
+                Usage(act.prompt, act.cached, act.prompt - act.cached, 0, act.out),
+            ),
         ]
