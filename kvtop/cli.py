@@ -16,7 +16,7 @@ from types import UnionType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import typer
-from typer.exceptions import Abort, TyperException
+from typer.exceptions import Abort, Exit, TyperException
 
 from engine import EngineConfig, SetupError
 from kvtop import __version__
@@ -235,6 +235,7 @@ def shot(
     size: Annotated[str, opt("Columns x rows.", "--size")] = "100x30",
     theme: Theme = None,
     view: View = None,
+    motion: Motion = True,
     format: Annotated[
         Literal["txt", "svg", "png"] | None, opt("By the file's ending without.", "--format")
     ] = None,
@@ -243,7 +244,14 @@ def shot(
     from kvtop import shot as shots
 
     path = shots.shot(
-        file, at=at, size=shots.parse_size(size), theme=theme, view=view, format=format, out=out
+        file,
+        at=at,
+        size=shots.parse_size(size),
+        theme=theme,
+        view=view,
+        motion=motion,
+        format=format,
+        out=out,
     )
     print(path, file=sys.stderr)
     return 0
@@ -401,7 +409,12 @@ def _print_json(value: Any) -> int:
 
 def main(args: Sequence[str] | None = None) -> None:
     """Entry point of the `kvtop` script; exits."""
-    sys.exit(invoke(sys.argv[1:] if args is None else args))
+    code = invoke(sys.argv[1:] if args is None else args)
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        _forget_stdout()
+    sys.exit(code)
 
 
 def invoke(args: Sequence[str]) -> int:
@@ -414,19 +427,27 @@ def invoke(args: Sequence[str]) -> int:
     try:
         given = _settings() if words[0] in names and not {"-h", "--help"} & set(words) else {}
         told = dict.fromkeys(names, given)
-        code = command.main(words, "kvtop", standalone_mode=False, default_map=told)
-        sys.stdout.flush()
+        # Not command.main: it turns a broken pipe into exit code 1.
+        with command.make_context("kvtop", words, default_map=told) as context:
+            code = command.invoke(context)
         return code if isinstance(code, int) else 0
+    except Exit as done:
+        return done.exit_code
     except (KeyboardInterrupt, Abort):
         return 130
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or the flush at exit fails again
+        _forget_stdout()
         return 0
     except (SetupError, TyperException) as error:
         text = error.format_message() if isinstance(error, TyperException) else str(error)
         return _wrong(text)
     except OSError as error:
         return _wrong(f"{error.filename or 'the system'}: {error.strerror or error}")
+
+
+def _forget_stdout() -> None:
+    """Nobody reads it any more: what is still buffered must not fail again at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 def _wrong(text: str) -> int:

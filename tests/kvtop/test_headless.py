@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import io
 import json
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -166,3 +169,26 @@ def test_ctrl_c_is_130_and_a_reader_that_went_away_is_quiet(monkeypatch: pytest.
             == want
         )
         assert "Traceback" not in err.getvalue()
+
+
+def test_ctrl_c_in_the_middle_stops_the_engine_and_completes_the_recording(tmp_path: Path) -> None:
+    code = (
+        "import sys; from pathlib import Path; from kvtop.headless import *; from kvtop.asks import *; "
+        "from tests.demos.toy import build; from engine import EngineConfig\n"
+        "w = Wishes(record=Path(sys.argv[1]), slow=30)\n"
+        "sys.exit(run(EngineConfig(), [Ask('x')], w, build=build))"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path / "a.jsonl")],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=Path(__file__).resolve().parents[2],
+    )
+    assert process.stdout is not None
+    assert process.stdout.read(1), "the first word is out, the second waits for 30 s"
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=20)
+    assert process.returncode == 130
+    assert "Traceback" not in err
+    assert verify(tmp_path / "a.jsonl").violations == []
