@@ -48,20 +48,21 @@ def shot(
     size: Size = (100, 30),
     theme: str | None = None,
     view: View | None = None,
+    motion: bool = True,
     format: str | None = None,
     out: str | Path,
 ) -> Path:
     """Writes the picture to `out` and returns its path.
 
-    at: seconds since the recording's start; None or beyond the end is its last moment. format: one of
-    FORMATS, None goes by the ending of `out`. Raises SetupError (one line) for whatever cannot be read,
-    found or written.
+    at: seconds since the recording's start; None or beyond the end is its last moment. motion: False
+    shows a hit whole, not in mid-sweep. format: one of FORMATS, None goes by the ending of `out`. Raises
+    SetupError (one line) for whatever cannot be read, found or written.
     """
     path = Path(out)
     kind = format or path.suffix.removeprefix(".").lower()
     if kind not in FORMATS:
         raise PictureError(f"which format? give --format {'|'.join(FORMATS)}, or end the file's name in one")
-    data = picture(recording, at=at, size=size, theme=theme, view=view, format=kind)
+    data = picture(recording, at=at, size=size, theme=theme, view=view, motion=motion, format=kind)
     try:
         path.write_bytes(data)
     except OSError as error:
@@ -78,6 +79,7 @@ def picture(
     size: Size = (100, 30),
     theme: str | None = None,
     view: View | None = None,
+    motion: bool = True,
     format: str = "png",
 ) -> bytes:
     """The picture as bytes; arguments and errors as `shot`."""
@@ -88,7 +90,9 @@ def picture(
     batches, goes_on = _until(Path(recording), at)
     moment = at if at is not None and goes_on else batches[-1].t
     with _own_colours():
-        return asyncio.run(_picture(batches, moment, size, Options(theme=chosen, view=view), format))
+        return asyncio.run(
+            _picture(batches, moment, size, Options(theme=chosen, view=view, motion=motion), format)
+        )
 
 
 class _Nothing:
