@@ -82,9 +82,11 @@ class Stage:
         system_name: str = "",
         conversation: int | None = None,
         salt: str | None = None,
+        ignore_eos: bool = True,
     ) -> int:
-        """Send a greedy request that generates exactly `max_tokens` tokens; returns its id at once."""
-        params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+        """Send a greedy request; returns its id at once. With `ignore_eos` it generates exactly
+        `max_tokens` tokens, so that a scene's sizes are the same with every model."""
+        params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=ignore_eos)
         return self.engine.submit(
             prompt, params, system=system, system_name=system_name, conversation=conversation, salt=salt
         )

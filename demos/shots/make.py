@@ -1,12 +1,11 @@
 """`make shots`: every picture of the README and of demos/shots, from recordings made on the spot.
 
 Owns which moment of which scene is shown. The scenes run on the real engine and the pictures come from
-`kvtop shot`, so that no picture can show what the program does not do.
+what `kvtop shot` runs, so that no picture can show what the program does not do.
 """
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
@@ -17,24 +16,33 @@ from engine.events import BlocksEvicted, StepBatch, TokensSampled
 from kvtop import demo
 from kvtop.demo import Demo, Script, Stage
 from kvtop.examples import load_examples
+from kvtop.options import View
 from kvtop.recording import read
+from kvtop.shot import parse_size, shot
 from kvtop.state import DashboardState
 
 HERE = Path(__file__).resolve().parent
+Moment = Callable[[DashboardState, StepBatch], bool]
 
 
 def five_enters(stage: Stage) -> Script:
     """What a newcomer does: Enter, five times."""
     for number, example in enumerate(load_examples(), 1):
         ids = [
-            stage.submit(p.text, max_tokens=min(40, p.max_tokens), system=p.system, system_name=p.system_name)
+            stage.submit(
+                p.text,
+                system=p.system,
+                system_name=p.system_name,
+                max_tokens=p.max_tokens,
+                ignore_eos=False,
+            )
             for p in example.prompts
         ]
         yield stage.finished(*ids)
         stage.check(f"example {number}", len(ids), len([stage.request(i).usage for i in ids]))
 
 
-def moment(recording: Path, reached: Callable[[DashboardState, StepBatch], bool]) -> float:
+def moment(recording: Path, reached: Moment) -> float:
     """Seconds into the recording of the first batch after which `reached` holds."""
     state = DashboardState()
     for batch in read(recording):
@@ -44,7 +52,7 @@ def moment(recording: Path, reached: Callable[[DashboardState, StepBatch], bool]
     raise LookupError(f"the scene never came in {recording.name}")
 
 
-def answering(request: int, tokens: int) -> Callable[[DashboardState, StepBatch], bool]:
+def answering(request: int, tokens: int) -> Moment:
     """The `request`-th request of a recording (from 1) has given this many tokens."""
 
     def reached(state: DashboardState, batch: StepBatch) -> bool:
@@ -55,7 +63,7 @@ def answering(request: int, tokens: int) -> Callable[[DashboardState, StepBatch]
     return reached
 
 
-def evicted(at_least: int) -> Callable[[DashboardState, StepBatch], bool]:
+def evicted(at_least: int) -> Moment:
     """So many blocks have been evicted, some of them just now."""
     return lambda state, batch: (
         state.evictions >= at_least and any(isinstance(e, BlocksEvicted) for e in batch.events)
@@ -68,15 +76,15 @@ SCENES: dict[str, Demo] = {
     "eviction": demo.load("eviction"),
 }
 
-SHOTS: tuple[tuple[str, str, Callable[[DashboardState, StepBatch], bool], str, str, str], ...] = (
-    ("hit", "enters", answering(2, 12), "120x36", "kvtop-dark", "chat"),
-    ("hit-light", "enters", answering(2, 12), "120x36", "kvtop-light", "chat"),
-    ("hit-80x24", "enters", answering(2, 12), "80x24", "kvtop-dark", "chat"),
-    ("changed-word", "enters", answering(3, 12), "120x36", "kvtop-dark", "chat"),
+SHOTS: tuple[tuple[str, str, Moment, str, str, View], ...] = (
+    ("hit", "enters", answering(2, 14), "100x30", "kvtop-dark", "chat"),
+    ("hit-light", "enters", answering(2, 14), "100x30", "kvtop-light", "chat"),
+    ("hit-80x24", "enters", answering(2, 14), "80x24", "kvtop-dark", "chat"),
+    ("changed-word", "enters", answering(3, 12), "100x30", "kvtop-dark", "chat"),
     ("eight-pages", "enters", evicted(40), "120x40", "kvtop-dark", "ops"),
-    ("evicted", "enters", answering(12, 12), "120x36", "kvtop-dark", "chat"),
-    ("all", "enters", answering(2, 12), "200x60", "kvtop-dark", "all"),
-    ("cache-hit", "cache-hit", answering(4, 4), "120x36", "kvtop-dark", "chat"),
+    ("evicted", "enters", answering(12, 12), "100x30", "kvtop-dark", "chat"),
+    ("all", "enters", answering(2, 14), "200x60", "kvtop-dark", "all"),
+    ("cache-hit", "cache-hit", answering(4, 4), "100x30", "kvtop-dark", "chat"),
     ("eviction", "eviction", evicted(1), "100x30", "kvtop-dark", "chat"),
 )
 """File, scene, moment, size, theme, view."""
@@ -93,12 +101,8 @@ def main() -> int:
             recording = Path(folder) / f"{scene_name}.jsonl.gz"
             at = moment(recording, reached)
             for kind in ("svg", "txt"):
-                target = HERE / f"{name}.{kind}"
-                command = [sys.executable, "-m", "kvtop", "shot", str(recording), "--at", f"{at:.6f}"]
-                command += ["--size", size, "--theme", theme, "--view", view]
-                command += ["--format", kind, "-o", str(target)]
-                if subprocess.run(command, check=False).returncode:
-                    return 1
+                out = HERE / f"{name}.{kind}"
+                shot(recording, at=at, size=parse_size(size), theme=theme, view=view, motion=False, out=out)
             print(f"{name}.svg: {scene_name} at {at:.2f} s", flush=True)
     return 0
 
