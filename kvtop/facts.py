@@ -19,6 +19,9 @@ from kvtop.pool_view import BlockInfo, BlockState, PoolView
 from kvtop.requests import RequestView, SequenceView
 from kvtop.series import Series
 
+MOST_FINISHED = 10_000
+"""Finished requests that are kept."""
+
 
 class Moment(NamedTuple):
     """Something worth showing once. kind: queued, admitted, blocked, hit, forked, copied, stored, evicted,
@@ -295,3 +298,20 @@ class Facts:
     ) -> None:
         self.moments.append(Moment(self.t, self.seq, kind, tuple(ids), request_id, detail, tuple(hashes)))
         self.num_moments += 1
+
+    def _close(self, view: RequestView, reason: str | None) -> None:
+        view.finish_reason = reason
+        view.phase, view.chunk, view.blocked = "finished", None, None
+        drop(self.running, view.request_id)
+        drop(self.waiting, view.request_id)
+        self._finished.append(view.request_id)
+        if len(self._finished) > MOST_FINISHED:
+            old = self.requests.pop(self._finished.popleft(), None)
+            for i in old.seq_ids if old is not None else ():
+                self._request_of.pop(i, None)
+
+
+def drop(ids: list[int], request_id: int) -> None:
+    """Take a request out of a queue, if it stands there."""
+    if request_id in ids:
+        ids.remove(request_id)

@@ -65,7 +65,7 @@ def open_recording(path: Path) -> Iterator[BinaryIO]:
     with raw:
         file: BinaryIO = raw
         if _peek(path, raw) == b"\x1f\x8b":
-            file = io.BufferedReader(gzip.GzipFile(fileobj=raw), 1 << 20)  # type: ignore[arg-type, assignment]
+            file = io.BufferedReader(gzip.GzipFile(fileobj=raw), 1 << 20)
         _check_header(path, _line(path, file, 1))
         yield file
 

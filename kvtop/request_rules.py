@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from engine import events as ev
 from kvtop.explain import Look, judge
-from kvtop.facts import Facts
+from kvtop.facts import Facts, drop
 from kvtop.history import History
 from kvtop.pool_mirror import StateError
 from kvtop.pool_view import PoolView
@@ -16,8 +16,6 @@ from kvtop.requests import RequestView, SequenceView
 
 MOST_BLOCKS = 1 << 24
 """A stream that claims more physical blocks than this is not believed."""
-MOST_FINISHED = 10_000
-"""Finished requests that are kept."""
 
 
 class RequestRules(Facts):
@@ -118,8 +116,8 @@ class RequestRules(Facts):
             view.t_admitted = self.t
             view.cached_tokens = e.cached_tokens
             self._note_hits(view, e.seq_id)
-        _drop(self.waiting, e.request_id)
-        _drop(self.running, e.request_id)
+        drop(self.waiting, e.request_id)
+        drop(self.running, e.request_id)
         self.running.append(e.request_id)
         self._moment("admitted", request_id=e.request_id, detail="resumed" if e.resumed else "")
 
@@ -133,8 +131,8 @@ class RequestRules(Facts):
         view.phase, view.chunk, view.num_computed = "preempted", None, 0
         view.preemptions += 1
         view.tokens_lost += e.tokens_lost
-        _drop(self.running, e.request_id)
-        _drop(self.waiting, e.request_id)
+        drop(self.running, e.request_id)
+        drop(self.waiting, e.request_id)
         self.waiting.insert(0, e.request_id)
         self._moment("preempted", request_id=e.request_id, detail=f"{e.tokens_lost} tokens lost")
 
@@ -157,17 +155,6 @@ class RequestRules(Facts):
         self.refused += e.reason == "refused"
         self._close(view, e.reason)
         self._moment("finished", request_id=e.request_id, detail=e.reason)
-
-    def _close(self, view: RequestView, reason: str | None) -> None:
-        view.finish_reason = reason
-        view.phase, view.chunk, view.blocked = "finished", None, None
-        _drop(self.running, view.request_id)
-        _drop(self.waiting, view.request_id)
-        self._finished.append(view.request_id)
-        if len(self._finished) > MOST_FINISHED:
-            old = self.requests.pop(self._finished.popleft(), None)
-            for i in old.seq_ids if old is not None else ():
-                self._request_of.pop(i, None)
 
     # --------------------------------------------------------------------------------------- steps
 
@@ -252,8 +239,3 @@ class RequestRules(Facts):
         self.series.step.add(
             self.t, e.t_schedule + e.t_prepare + e.t_forward + e.t_sample, e.decode_tokens + e.prefill_tokens
         )
-
-
-def _drop(ids: list[int], request_id: int) -> None:
-    if request_id in ids:
-        ids.remove(request_id)
