@@ -29,45 +29,57 @@ def script(stage: Stage) -> Script:
         f"blocks of {BLOCK}. Each user adds {USER} tokens of their own. Will the second one pay for the "
         "system prompt again?"
     )
-    warm = [stage.submit(q, system=HANDBOOK, max_tokens=1, salt="warm-up") for q in QUESTIONS]
+    warm = [
+        stage.submit(q, system=HANDBOOK, system_name="handbook", max_tokens=1, salt="warm-up")
+        for q in QUESTIONS
+    ]
     yield stage.finished(*warm)
-    alice, bob = (exactly(stage.request(r), SYSTEM, USER) for r in warm)
+    alice, bob = (Exact(stage.request(r), SYSTEM, USER) for r in warm)
     stage.engine.reset_prefix_cache()
 
     yield stage.caption(
         "The engine is warm and its cache empty. The first user asks: nothing can match, so all "
         f"{WHOLE} blocks of the prompt are computed, chunk by chunk."
     )
-    cold = [stage.submit(alice, max_tokens=8, salt="round 1")]
+    cold = [alice.submit(stage, salt="round 1")]
     yield stage.finished(cold[0])
 
     yield stage.caption(
         "The answer is done and its blocks stay, unreferenced but findable. Now the second user: "
         f"{SHARED} hashes match, {WHOLE - SHARED} blocks are left to compute. Watch the sweep."
     )
-    hit = [stage.submit(bob, max_tokens=8, salt="round 1")]
+    hit = [bob.submit(stage, salt="round 1")]
     yield stage.finished(hit[0])
 
     yield stage.caption("One measurement is none: twice more, each time with a fresh salt.")
     for i in range(2, ROUNDS + 1):
-        cold.append(stage.submit(alice, max_tokens=8, salt=f"round {i}"))
+        cold.append(alice.submit(stage, salt=f"round {i}"))
         yield stage.finished(cold[-1])
-        hit.append(stage.submit(bob, max_tokens=8, salt=f"round {i}"))
+        hit.append(bob.submit(stage, salt=f"round {i}"))
         yield stage.finished(hit[-1])
     judge(stage, [stage.request(r) for r in cold], [stage.request(r) for r in hit])
 
 
-def exactly(view: RequestView, system: int, user: int) -> list[int]:
-    """The prompt of `view` with its system message cut so that `system` tokens stand before the template's
-    piece in the middle, and the user's message so that `user` tokens follow: right for any tokenizer."""
-    ids = view.prompt_token_ids
-    system_end = max(end for _, end, role, _ in view.spans if role == "system")
-    user_start, user_end = next((start, end) for start, end, role, _ in view.spans if role == "user")
-    middle, end = ids[system_end:user_start], ids[user_end:]
-    room = user - len(middle) - len(end)
-    if system_end < system or user_end - user_start < room:
-        raise ValueError("this model's tokenizer makes too few tokens of the demo's text")
-    return ids[:system] + middle + ids[user_start : user_start + room] + end
+class Exact:
+    """The prompt of `view` cut to size, right for any tokenizer: `system` tokens up to the end of the system
+    message, then `user` tokens, in which the template's pieces count."""
+
+    def __init__(self, view: RequestView, system: int, user: int) -> None:
+        self.ids: list[int] = []
+        self.spans: list[tuple[int, int, str, str]] = []
+        template = sum(end - start for start, end, role, _ in view.spans if role == "template")
+        head = view.spans[0][1] if view.spans[0][2] == "template" else 0
+        room = {"system": system - head, "user": user - (template - head)}
+        for start, end, role, name in view.spans:
+            piece = view.prompt_token_ids[start:end][: room.get(role)]
+            self.spans.append((len(self.ids), len(self.ids) + len(piece), role, name))
+            self.ids += piece
+        if len(self.ids) != system + user:
+            raise ValueError("this model's tokenizer or template makes too few tokens of the demo's text")
+
+    def submit(self, stage: Stage, salt: str) -> int:
+        """Send it; eight tokens of answer keep it within the blocks of its prompt."""
+        return stage.submit(self.ids, spans=self.spans, max_tokens=8, salt=salt)
 
 
 def judge(stage: Stage, cold: list[RequestView], hit: list[RequestView]) -> None:

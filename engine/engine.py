@@ -158,12 +158,14 @@ class Engine:
         conversation: int | None = None,
         salt: str | None = None,
         priority: int = 0,
+        spans: Sequence[tuple[int, int, str, str]] = (),
     ) -> int:
         """Queue a prompt and return its request id at once.
 
         A text goes through the chat template: as the next turn of `conversation` (after its running
         turn has finished), else as a conversation of its own with `system`. Token ids go in as they
-        are. A refusal arrives as RequestFinished("refused"). Raises TypeError on what is neither.
+        are; `spans` then says who speaks where, as in RequestQueued. A refusal arrives as
+        RequestFinished("refused"). Raises TypeError on a prompt that is neither.
         """
         if not isinstance(prompt, str):
             if conversation is not None:
@@ -173,7 +175,7 @@ class Engine:
 
         def command() -> None:
             if not isinstance(turn.prompt, str):
-                self._add(turn, turn.prompt)
+                self._add(turn, turn.prompt, spans=list(spans))
             elif self._model is None or self._model.tokenizer is None:
                 self._add(turn, [], refuse=_NO_TOKENIZER)
             elif conversation is None:

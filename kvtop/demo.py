@@ -82,13 +82,20 @@ class Stage:
         system_name: str = "",
         conversation: int | None = None,
         salt: str | None = None,
+        spans: Sequence[tuple[int, int, str, str]] = (),
         ignore_eos: bool = True,
     ) -> int:
         """Send a greedy request; returns its id at once. With `ignore_eos` it generates exactly
-        `max_tokens` tokens, so that a scene's sizes are the same with every model."""
-        params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=ignore_eos)
+        `max_tokens` tokens, so that a scene's sizes are the same with every model. The rest is as in
+        Engine.submit."""
         return self.engine.submit(
-            prompt, params, system=system, system_name=system_name, conversation=conversation, salt=salt
+            prompt,
+            SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=ignore_eos),
+            system=system,
+            system_name=system_name,
+            conversation=conversation,
+            salt=salt,
+            spans=spans,
         )
 
     def finished(self, *request_ids: int) -> Until:

@@ -213,3 +213,16 @@ def test_a_model_that_is_not_there_is_a_setup_error() -> None:
 
     with pytest.raises(SetupError, match="no such model"):
         play(demo.load("eviction"), build=absent)
+
+
+def test_exact_prompts_say_who_speaks() -> None:
+    """Token ids cut to size still fold and name their page on the screen."""
+    batches: list[StepBatch] = []
+    play(demo.load("cache-hit"), build=build, sinks=[batches.append])
+    queued = [e for b in batches for e in b.events if isinstance(e, RequestQueued)]
+    assert len(queued) == 8
+    for request in queued[2:]:
+        assert len(request.prompt_token_ids) == 2200
+        assert [s[2] for s in request.spans] == ["template", "system", "template", "user", "template"]
+        assert request.spans[1][1:] == (2000, "system", "handbook")
+        assert [s[1] for s in request.spans] == [*(s[0] for s in request.spans[1:]), 2200]
