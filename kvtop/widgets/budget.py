@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
 from rich.style import Style
 
-from kvtop.series import percentile
 from kvtop.units import NONE, NOT_HERE, count, duration, percent
+from kvtop.widgets.graph import quantile
 from kvtop.widgets.lines import Part, Row
 from kvtop.widgets.panel import Panel
 from kvtop.widgets.table import cut
@@ -102,7 +103,7 @@ class BudgetPanel(Panel):
         )
 
     def _steps(self, state: DashboardState, width: int) -> Row:
-        times = state.series.step.values()[-1000:]
+        times = np.sort(state.series.step.values()[-1000:])
         scheduled = len(state.scheduled.seq_ids) if state.scheduled else 0
         busy = sum(state.scheduled.n) if state.scheduled else 0
         budget = state.completed.budget if state.completed else 0
@@ -112,8 +113,8 @@ class BudgetPanel(Panel):
                 ("step", count(state.step), None),
                 ("sequences", count(scheduled), None),
                 ("filled", percent(busy, budget), None),
-                ("p50", duration(percentile(times, 50)), None),
-                ("p99", duration(percentile(times, 99)), None),
+                ("p50", duration(quantile(times, 0.5)), None),
+                ("p99", duration(quantile(times, 0.99)), None),
             ),
         )
 

@@ -51,16 +51,14 @@ class EventLogPanel(Scrolling):
 
     def rows(self, state: DashboardState, now: float, width: int, height: int) -> list[Row]:
         """The last lines that fit."""
-        moments = list(islice(reversed(state.moments), MOST))
-        lines = fold(reversed(moments))
+        # Only what is on the screen is put into words: the newest lines, unless scrolled back.
+        lines = fold(islice(reversed(state.moments), MOST), self._back + height)
         if not lines:
             return [self.say("nothing happened yet")]
-        self._most = max(0, len(lines) - height)
-        self._back = min(self._back, self._most)
-        stop = len(lines) - self._back
+        self._back = max(0, min(self._back, len(lines) - height))
         muted = self.ink("muted")
         rows: list[Row] = []
-        for line in lines[max(0, stop - height) : stop]:
+        for line in reversed(lines[self._back : self._back + height]):
             name = _LOOKS.get(line.kind, "text")
             text = tell(state, line, width - 9)
             if name == "active" and text.startswith("◆"):
@@ -70,7 +68,7 @@ class EventLogPanel(Scrolling):
 
     def action_scroll_by(self, lines: int) -> None:
         """Move down by `lines`, up where it is negative."""
-        back = max(0, min(self._most, self._back - lines))
+        back = max(0, min(MOST, self._back - lines))
         if back != self._back:
             self._back = back
             self.changed()

@@ -50,11 +50,16 @@ class EvictionsPanel(Scrolling):
             ("now", rate(state.series.evictions.now(now), "/s"), None),
             ("next out", " ".join(f"·{block}" for block in state.next_out(3)) or NONE, None),
         )
-        total = sum(len(m.ids) for m in state.moments if m.kind == "evicted" and m.detail == "reallocated")
-        if not total:
+        if not state.evictions:
             return [head, self.say("nothing was evicted yet")]
-        shown = self.window(total, max(0, height - 2))
-        cells = [self._row(state, *entry, now) for entry in islice(_latest(state), shown.start, shown.stop)]
+        room = max(0, height - 2)
+        shown = self.window(state.evictions, room)
+        latest = list(islice(_latest(state), shown.start, shown.stop))
+        if not latest and shown.start:  # scrolled to what the state no longer keeps
+            known = list(_latest(state))
+            self.first = max(0, len(known) - room)
+            latest = known[self.first :]
+        cells = [self._row(state, now, *entry) for entry in latest]
         return [head, *table(_COLUMNS, cells, width, self.ink("muted"))]
 
     def _row(

@@ -19,12 +19,15 @@ from rich.style import Style
 from kvtop.widgets.lines import Row
 
 Floats = NDArray[np.float64]
+Cells = NDArray[np.uint32]
+"""Code points, [rows, columns], top row first."""
 
-EIGHTHS = np.array(list(" ▁▂▃▄▅▆▇█"))
+EIGHTHS = np.array([ord(c) for c in " ▁▂▃▄▅▆▇█"], np.uint32)
+_BLANK, _DOTTED, _BRAILLE = ord(" "), ord("┈"), 0x2800
 GUTTER = 8
 """Cells for the axis' labels; narrower graphs than NARROW do without."""
 NARROW = 32
-_DOTS = np.array([[0x01, 0x08], [0x02, 0x10], [0x04, 0x20], [0x40, 0x80]], np.uint16)
+_DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
 
 
 # ------------------------------------------------------------------------------------------ scales
@@ -97,6 +100,17 @@ def last_values(values: Floats, columns: int) -> Floats:
     return out
 
 
+def quantile(ordered: Floats, q: float) -> float | None:
+    """q in 0..1 of sorted values, linear between ranks as numpy's default; None without values. (np.percentile
+    takes 50 us, most of what a small panel costs.)"""
+    if not len(ordered):
+        return None
+    place = (len(ordered) - 1) * q
+    low = int(place)
+    high = min(low + 1, len(ordered) - 1)
+    return float(ordered[low] + (ordered[high] - ordered[low]) * (place - low))
+
+
 def plot_width(width: int) -> int:
     """Columns left for values in a graph `width` cells wide."""
     return width - GUTTER if width >= NARROW else max(width, 0)
@@ -134,9 +148,12 @@ def bar_levels(values: Floats, rows: int, scale: Scale) -> NDArray[np.intp]:
 
 def bars(values: Floats, rows: int, scale: Scale) -> list[str]:
     """Bars as text, top row first."""
+    return _text(_bars(values, rows, scale))
+
+
+def _bars(values: Floats, rows: int, scale: Scale) -> Cells:
     base = (np.arange(rows)[::-1] * 8)[:, None]
-    index = np.clip(bar_levels(values, rows, scale)[None, :] - base, 0, 8)
-    return ["".join(row) for row in EIGHTHS[index]]
+    return EIGHTHS[np.clip(bar_levels(values, rows, scale)[None, :] - base, 0, 8)]
 
 
 def sparkline(values: Floats, width: int, scale: Scale | None = None) -> str:
@@ -147,26 +164,33 @@ def sparkline(values: Floats, width: int, scale: Scale | None = None) -> str:
 
 def line(values: Floats, rows: int, scale: Scale) -> list[str]:
     """A line of braille dots (2 x 4 a cell) through values two a column; a gap where one is NaN."""
+    return _text(_line(values, rows, scale))
+
+
+def _line(values: Floats, rows: int, scale: Scale) -> Cells:
     columns = len(values) // 2
-    grid = np.zeros((rows, columns), np.uint16)
-    part = scale.fraction(values[: columns * 2])
-    height = rows * 4 - 1
+    grid = [[0] * columns for _ in range(rows)]
+    heights = (1 - scale.fraction(values[: columns * 2])) * (rows * 4 - 1)
     previous: int | None = None
-    for x, fraction in enumerate(part.tolist()):
-        if math.isnan(fraction):
+    for x, height in enumerate(heights.tolist()):
+        if math.isnan(height):
             previous = None
             continue
-        y = round((1 - fraction) * height)
-        first, last = (y, y) if previous is None else (min(previous, y), max(previous, y))
-        # The neighbour's own dot is there already: join up to it only.
-        if previous is not None and last - first > 1:
-            first, last = (first + 1, last) if previous == first else (first, last - 1)
-        else:
-            first = last = y
-        for step in range(first, last + 1):
-            grid[step // 4, x // 2] |= _DOTS[step % 4, x % 2]
+        y = round(height)
+        if previous is None or abs(y - previous) <= 1:
+            steps = range(y, y + 1)
+        else:  # the neighbour's own dot is there already: join up to it only
+            steps = range(previous + 1, y + 1) if y > previous else range(y, previous)
+        for step in steps:
+            grid[step // 4][x // 2] |= _DOTS[step % 4][x % 2]
         previous = y
-    return ["".join(chr(0x2800 + int(c)) if c else " " for c in row) for row in grid]
+    dots = np.array(grid, np.uint32).reshape(rows, columns)
+    return np.where(dots > 0, dots + _BRAILLE, _BLANK).astype(np.uint32)
+
+
+def _text(cells: Cells) -> list[str]:
+    little = np.ascontiguousarray(cells, "<u4")
+    return [row.tobytes().decode("utf-32-le") for row in little]
 
 
 def graph(
@@ -183,42 +207,39 @@ def graph(
     if width <= 0 or height <= 0:
         return []
     columns = plot_width(width)
-    chars = np.full((height, columns), " ", "<U1")
-    looks: list[list[Style]] = [[axis] * columns for _ in range(height)]
+    cells = np.full((height, columns), _BLANK, np.uint32)
+    looks = np.zeros((height, columns), np.intp)
+    styles = [axis]
     names = {0: label(scale.high), height - 1: label(scale.low)} if height > 1 else {0: label(scale.high)}
     for level in levels:
         fraction = float(scale.fraction(np.array([level.value]))[0])
         y = height - 1 - min(height - 1, int(fraction * height))
-        chars[y, :] = "┈"
-        looks[y] = [level.style] * columns
+        cells[y] = _DOTTED
+        looks[y] = _look(styles, level.style)
         names.setdefault(y, level.name)
     for curve in curves:
-        _lay(curve, chars, looks, scale)
+        drawn = (_bars if curve.kind == "bars" else _line)(curve.values, height, scale)[:, :columns]
+        own = [_look(styles, style) for style in curve.styles or (curve.style,)]
+        inked = drawn != _BLANK
+        np.copyto(cells[:, : drawn.shape[1]], drawn, where=inked)
+        np.copyto(looks[:, : drawn.shape[1]], np.array(own)[None, : drawn.shape[1]], where=inked)
     gutter = GUTTER if columns < width else 0
     rows: list[Row] = []
-    for y in range(height):
+    for y, text in enumerate(_text(cells)):
         name = names.get(y, "")[: max(0, gutter - 1)]
         margin = ((f"{name:>{gutter - 1}} ", axis),) if gutter else ()
-        rows.append(margin + _runs(chars[y].tolist(), looks[y]))
+        rows.append(margin + _runs(text, looks[y], styles))
     return rows
 
 
-def _lay(curve: Curve, chars: NDArray[np.str_], looks: list[list[Style]], scale: Scale) -> None:
-    height, columns = chars.shape
-    text = (bars if curve.kind == "bars" else line)(curve.values, height, scale)
-    styles = curve.styles or [curve.style] * columns
-    for y, row in enumerate(text):
-        for x, char in enumerate(row[:columns]):
-            if char != " ":
-                chars[y, x] = char
-                looks[y][x] = styles[x]
+def _look(styles: list[Style], style: Style) -> int:
+    """Place of `style` in `styles`, which it enters if it is new."""
+    if style not in styles:
+        styles.append(style)
+    return styles.index(style)
 
 
-def _runs(chars: list[str], looks: list[Style]) -> Row:
-    parts: list[tuple[str, Style]] = []
-    start = 0
-    for x in range(1, len(chars) + 1):
-        if x == len(chars) or looks[x] is not looks[start]:
-            parts.append(("".join(chars[start:x]), looks[start]))
-            start = x
-    return tuple(parts) if chars else ()
+def _runs(text: str, looks: NDArray[np.intp], styles: Sequence[Style]) -> Row:
+    cuts = (np.flatnonzero(looks[1:] != looks[:-1]) + 1).tolist()
+    starts, stops = [0, *cuts], [*cuts, len(text)]
+    return tuple((text[a:b], styles[looks[a]]) for a, b in zip(starts, stops, strict=True) if b > a)

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 from textual.binding import Binding, BindingType
 
-from kvtop.series import percentile
 from kvtop.units import duration
 from kvtop.widgets.graph import (
     Curve,
@@ -23,6 +22,7 @@ from kvtop.widgets.graph import (
     linear,
     logarithmic,
     plot_width,
+    quantile,
 )
 from kvtop.widgets.lines import Row
 from kvtop.widgets.panel import Panel
@@ -62,11 +62,11 @@ class _Latency(Panel):
         """p50 and p99 as lines, where there is room to tell them apart."""
         if height < 4 or len(values) < 2:
             return []
-        dim = self.ink("muted")
+        dim, ordered = self.ink("muted"), np.sort(values)
         return [
             Level(value, name, dim)
-            for name, q in (("p99", 99), ("p50", 50))
-            if (value := percentile(values, q)) is not None
+            for name, q in (("p99", 0.99), ("p50", 0.5))
+            if (value := quantile(ordered, q)) is not None
         ]
 
 
@@ -92,13 +92,14 @@ class TtftPanel(_Latency):
         times, hit = points[:, 1], points[:, 2] > 0
         cold_ink, hit_ink = self.ink("ttft"), self.ink("hit")
         newest = hit_ink if hit[-1] else cold_ink
+        ordered = np.sort(times)
         head = self.figures(
             width,
             ("last", duration(times[-1]) + (" ◆" if hit[-1] else ""), newest),
-            ("p50", duration(percentile(times, 50)), None),
-            ("p99", duration(percentile(times, 99)), None),
-            ("cold", duration(percentile(times[~hit], 50)), cold_ink),
-            ("◆ hit", duration(percentile(times[hit], 50)), hit_ink),
+            ("p50", duration(quantile(ordered, 0.5)), None),
+            ("p99", duration(quantile(ordered, 0.99)), None),
+            ("cold", duration(quantile(np.sort(times[~hit]), 0.5)), cold_ink),
+            ("◆ hit", duration(quantile(np.sort(times[hit]), 0.5)), hit_ink),
         )
         if height < 3:
             return [head, *self._graph(width, height - 1, times, hit)]
@@ -150,11 +151,12 @@ class ItlPanel(_Latency):
         values = state.series.itl.values()[-2 * columns :]
         if not len(values):
             return [self.say("no second token yet")]
+        ordered = np.sort(values)
         head = self.figures(
             width,
             ("last", duration(values[-1]), self.ink("itl")),
-            ("p50", duration(percentile(values, 50)), None),
-            ("p99", duration(percentile(values, 99)), None),
+            ("p50", duration(quantile(ordered, 0.5)), None),
+            ("p99", duration(quantile(ordered, 0.99)), None),
             ("max", duration(float(values.max())), None),
         )
         if height < 2:

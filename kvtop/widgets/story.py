@@ -10,6 +10,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from engine.events import to_runs
 from kvtop.text import safe_text
 from kvtop.units import count, duration, span
@@ -21,6 +23,7 @@ QUOTE = 32
 """Characters of a block's text in a line."""
 
 _WITHDRAWN = {"unwritten": "its step did not run", "invalid": "its content proved bad"}
+_LONG = 64
 _FOLDED = frozenset({"stored", "hit", "forked", "released"})
 """Kinds of which a row of equal ones is one line."""
 
@@ -37,26 +40,32 @@ class Line:
     detail: str = ""
 
 
-def fold(moments: Iterable[Moment]) -> list[Line]:
-    """Oldest first. A hit that belongs to an admission is told by that admission."""
-    lines: list[Line] = []
+def fold(moments: Iterable[Moment], most: int = 1 << 30) -> list[Line]:
+    """Lines of moments that are given newest first, newest line first, at most `most`. A hit that belongs
+    to an admission is told by that admission."""
+    groups: list[list[Moment]] = []
     for moment in moments:
         if moment.kind == "hit" and moment.request_id is None:
             continue
-        last = lines[-1] if lines else None
+        last = groups[-1][-1] if groups else None
         if (
             last is not None
             and moment.kind in _FOLDED
             and (last.kind, last.request_id) == (moment.kind, moment.request_id)
         ):
-            last.ids += moment.ids
-            last.hashes += moment.hashes
-            last.t = moment.t
+            groups[-1].append(moment)
             continue
-        lines.append(
-            Line(moment.t, moment.kind, moment.request_id, [*moment.ids], [*moment.hashes], moment.detail)
-        )
-    return lines
+        if len(groups) == most:
+            break
+        groups.append([moment])
+    return [_line(group[::-1]) for group in groups]
+
+
+def _line(group: Sequence[Moment]) -> Line:
+    last = group[-1]
+    ids = [b for moment in group for b in moment.ids]
+    hashes = [h for moment in group for h in moment.hashes]
+    return Line(last.t, last.kind, last.request_id, ids, hashes, last.detail)
 
 
 def tell(state: DashboardState, line: Line, width: int = 120) -> str:
@@ -74,13 +83,23 @@ def who(request_id: int | None) -> str:
 
 def blocks(ids: Sequence[int], most: int = 3) -> str:
     """62 blocks 1–62; 1 block 88; 4 blocks 9–7, 2; after `most` runs "…"."""
-    runs = to_runs(ids)
+    n = len(ids)
+    # Long lists are cut where the step between neighbours changes; only the first runs are spelled.
+    head = ids[:_LONG] if n > _LONG and _is_run(ids) else ids
+    runs = to_runs(head)
+    if head is not ids:
+        runs[1] = n if ids[1] > ids[0] else -n
     spans = [
-        str(first) if abs(n) == 1 else f"{first}–{first + n - 1 if n > 0 else first + n + 1}"
-        for first, n in zip(runs[::2], runs[1::2], strict=True)
+        str(first) if abs(k) == 1 else f"{first}–{first + k - 1 if k > 0 else first + k + 1}"
+        for first, k in zip(runs[: 2 * most : 2], runs[1 : 2 * most : 2], strict=True)
     ]
-    more = ", …" if len(spans) > most else ""
-    return f"{count(len(ids))} block{'s' * (len(ids) != 1)} {', '.join(spans[:most])}{more}"
+    more = ", …" if len(runs) > 2 * most else ""
+    return f"{count(n)} block{'s' * (n != 1)} {', '.join(spans)}{more}"
+
+
+def _is_run(ids: Sequence[int]) -> bool:
+    steps = np.diff(np.asarray(ids))
+    return bool((steps == 1).all() or (steps == -1).all())
 
 
 def quote(state: DashboardState, hash_: str, most: int = QUOTE) -> str:

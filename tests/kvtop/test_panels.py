@@ -344,6 +344,7 @@ async def test_evictions_say_what_was_lost_for_whom() -> None:
         assert all("#4" in line for line in lines[2:6])
         assert "“" in lines[2]
     everything = EvictionsPanel()
+    everything.first = 10**6
     async with shown(everything, state, 100, 300) as lines:
         assert len(lines) == 2 + state.evictions
         assert any("#3" in line and "on the engine" in line for line in lines)
