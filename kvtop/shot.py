@@ -107,9 +107,6 @@ class _Nothing:
     def attach(self, state: DashboardState) -> None:
         """The app's state is filled by hand."""
 
-    def attach(self, state: DashboardState) -> None:
-        """The picture applies its batches itself."""
-
     def drain(self) -> list[StepBatch]:
         """No batch."""
         return []

@@ -63,7 +63,7 @@ class EvictionsPanel(Scrolling):
         return [head, *table(_COLUMNS, cells, width, self.ink("muted"))]
 
     def _row(
-        self, state: DashboardState, t: float, block: int, hash_: str, by: int | None, now: float
+        self, state: DashboardState, now: float, t: float, block: int, hash_: str, by: int | None
     ) -> list[Cell]:
         told = loss(state, hash_, t)
         muted, text = self.ink("muted"), self.ink("text")
