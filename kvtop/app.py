@@ -12,13 +12,13 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from textual import on
+from textual import events, on
 from textual.app import App, SystemCommand
 from textual.binding import Binding, BindingType
 from textual.screen import Screen
@@ -27,7 +27,7 @@ from textual.timer import Timer
 from engine import SetupError
 from kvtop import signs, themes
 from kvtop.asking import Asker
-from kvtop.capture import Capture
+from kvtop.capture import Capture, Captured
 from kvtop.demo import Performance
 from kvtop.motion import Motion
 from kvtop.options import VIEWS, Options, View
@@ -58,7 +58,7 @@ class KvtopApp(App[int]):
     """`source` gives batches; `engine`, if there is one, takes prompts and control."""
 
     TITLE = "kvtop"
-    CSS_PATH = "screens/main.tcss"
+    CSS_PATH = Path(__file__).parent / "screens" / "main.tcss"
     ENABLE_COMMAND_PALETTE = True
     COMMAND_PALETTE_BINDING = "ctrl+p"
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -92,7 +92,7 @@ class KvtopApp(App[int]):
         options: Options,
         *,
         engine: Engine | None = None,
-        captured: Sequence[str] = (),
+        captured: Captured | None = None,
         wall: Callable[[], float] = time.monotonic,
     ) -> None:
         """wall: monotonic seconds for motion; tests hand over their own."""
@@ -156,7 +156,9 @@ class KvtopApp(App[int]):
     def get_default_screen(self) -> Screen[Any]:
         """The dashboard."""
         live = self.engine is not None and self.options.demo is None
-        self._main = MainScreen(self.state, self.motion, self.captured, live=live)
+        self._main = MainScreen(
+            self.state, self.motion, () if self.captured is None else self.captured, live=live
+        )
         self._main.view = self.options.view or (
             "all" if self.size.width >= 200 and self.size.height >= 60 else "chat"
         )
@@ -177,6 +179,8 @@ class KvtopApp(App[int]):
         self._clock = self.set_interval(1 / (self.options.fps or CPU_FPS), self.tick)
         self._fast = self.set_interval(1 / SWEEP_FPS, self.tick, pause=True)
         self._catch_signals()
+        if self.captured is not None:
+            self.begin_capture_print(self)
         self.call_after_refresh(self._begin)
 
     def _begin(self) -> None:
@@ -209,6 +213,13 @@ class KvtopApp(App[int]):
                 self.asker.new_conversation()
                 self.asker.send(prompt)
         self.tick()
+
+    def on_print(self, event: events.Print) -> None:
+        """Python's print, which Textual catches before it can reach the log file."""
+        if self.captured is not None:
+            for line in event.text.splitlines():
+                if line.strip():
+                    self.captured.add(line)
 
     def _catch_signals(self) -> None:
         def leave(code: int) -> Callable[[], None]:
@@ -257,6 +268,9 @@ class KvtopApp(App[int]):
         standing, was = self.motion.standing, self._standing
         self._standing = standing
         self._set_pace()
+        if self.main.has_class("-logs") and self.captured is not None:
+            self.captured.poll()
+            self.main.log_panel.stale = True
         if moved:
             self._moved_at = wall
         rest = wall - self._painted_at

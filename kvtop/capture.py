@@ -1,8 +1,9 @@
 """Capture: what anything prints while the dashboard has the terminal goes to a log file instead.
 
 Owns file descriptors 1 and 2 between enter and exit: C libraries write there, past Python. Textual draws
-on `sys.__stderr__`, which is pointed at a duplicate of the terminal first; the other way round the screen
-would stay blank. Invariant: on exit both descriptors are what they were, whatever happened in between.
+on `sys.__stderr__` and asks `sys.__stdout__` for the size, so both are pointed at a duplicate of the
+terminal first; the other way round the screen would stay blank. Invariant: on exit both descriptors are
+what they were, whatever happened in between.
 """
 
 from __future__ import annotations
@@ -73,8 +74,9 @@ class Capture:
             terminal = undo.enter_context(
                 open(os.dup(2), "w", encoding="utf-8", errors="replace", newline="")
             )
-            undo.callback(setattr, sys, "__stderr__", sys.__stderr__)
-            sys.__stderr__ = terminal  # type: ignore[misc]
+            for name in ("__stderr__", "__stdout__"):  # drawn on; asked for the terminal's size
+                undo.callback(setattr, sys, name, getattr(sys, name))
+                setattr(sys, name, terminal)
             for stream, fd in ((sys.stdout, 1), (sys.stderr, 2)):
                 self._redirect(undo, stream, fd, log)
             self._log(undo)

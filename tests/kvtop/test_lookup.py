@@ -33,7 +33,7 @@ def words(state: DashboardState, rid: int, form: int = 0) -> str:
 
 
 def test_the_stage_keeps_the_law() -> None:
-    stage = Stage(num_blocks=110)
+    stage = Stage(num_blocks=90)
     for n in range(4):
         stage.submit("why?", " ".join(f"p{n % 3}w{i}" for i in range(500)), answer="because it is so " * 6)
         stage.run()
