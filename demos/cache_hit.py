@@ -25,9 +25,8 @@ QUESTIONS = (
 
 def script(stage: Stage) -> Script:
     yield stage.caption(
-        f"Two users talk to the same assistant. Its system prompt has {SYSTEM:,} tokens, exactly {SHARED} "
-        f"blocks of {BLOCK}. Each user adds {USER} tokens of their own. Will the second one pay for the "
-        "system prompt again?"
+        f"Two users, one assistant. Its system prompt has {SYSTEM:,} tokens, exactly {SHARED} blocks of {BLOCK}; "
+        f"each user adds {USER} tokens. Will the second one pay for the system prompt again?"
     )
     warm = [
         stage.submit(q, system=HANDBOOK, system_name="handbook", max_tokens=1, salt="warm-up")
@@ -38,14 +37,14 @@ def script(stage: Stage) -> Script:
     stage.engine.reset_prefix_cache()
 
     yield stage.caption(
-        "The engine is warm and its cache empty. The first user asks: nothing can match, so all "
-        f"{WHOLE} blocks of the prompt are computed, chunk by chunk."
+        f"The engine is warm, its cache empty. The first user asks: nothing can match, so all {WHOLE} blocks "
+        "of the prompt are computed, chunk by chunk."
     )
     cold = [alice.submit(stage, salt="round 1")]
     yield stage.finished(cold[0])
 
     yield stage.caption(
-        "The answer is done and its blocks stay, unreferenced but findable. Now the second user: "
+        "The answer is done; its blocks stay, unreferenced but findable. Now the second user: "
         f"{SHARED} hashes match, {WHOLE - SHARED} blocks are left to compute. Watch the sweep."
     )
     hit = [bob.submit(stage, salt="round 1")]

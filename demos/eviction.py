@@ -32,22 +32,20 @@ def script(stage: Stage) -> Script:
 
     yield stage.finished(ask(0, "What is this page about?"))
     yield stage.caption(
-        f"Conversation A ({TOPICS[0]}) has ended its turn. Nobody references its blocks any more, and still "
-        "they are cached: memory that nobody else wants is best used to remember."
+        f"Conversation A ({TOPICS[0]}) has its answer. Nobody refers to its blocks any more, and still they stay "
+        "cached: memory that nobody wants is best used to remember."
     )
     yield stage.finished(ask(1, "What is this page about?"))
     cached = stage.state.cached
     yield stage.caption(
-        f"Conversation B ({TOPICS[1]}) fitted into what was free; {cached} blocks are cached now. Conversation C "
-        f"({TOPICS[2]}) will not fit. The least recently used blocks are A's, and of a chain the last one goes "
-        "first. Watch the ×."
+        f"B ({TOPICS[1]}) took what was free: {cached} blocks are cached. C ({TOPICS[2]}) will not fit. Least recently "
+        "used are A's blocks, and of a chain the last one goes first. Watch the ×."
     )
     yield stage.finished(ask(2, "What is this page about?"))
     lost = len(stage.request(asked[2]).evicted_ids)
     yield stage.caption(
-        f"A has lost {lost} blocks from its end; its beginning is whole. Had the head gone first, all the rest "
-        "would be unreachable, for a look-up stops at the first miss. Now A goes on with a second question: it "
-        "reads what is left."
+        f"A has lost {lost} blocks, from its end. Had its head gone first, the rest would be out of reach: a "
+        "look-up stops at the first miss. Now A asks again, and reads what is left."
     )
     yield stage.finished(ask(0, "And what comes first?"))
     judge(stage, cached, *(stage.request(r) for r in asked))

@@ -46,6 +46,7 @@ def test_a_shipped_demo_on_a_toy(name: str) -> None:
     assert code == (0 if verdict["ok"] else 1)
     assert [line.split(".")[0] for line in captions] == [str(i + 1) for i in range(len(captions))]
     assert len(captions) >= 4
+    assert max(len(line) for line in captions) <= 215, "three rows of 80 columns, with the key behind them"
 
 
 def test_cache_hit_on_the_built_in_model(builtin_model: ModelFiles) -> None:
