@@ -15,7 +15,9 @@ from textual.strip import Strip
 from textual.widgets import Static
 
 from kvtop.glyphs import Polygon, Rect, Shade, Stroke, shapes
-from kvtop.picture import CELL, PictureError, grid_of, render, to_png, to_svg, to_txt
+from kvtop.picture import CELL, PictureError, grid_of, render, to_txt
+from kvtop.picture_png import to_png
+from kvtop.picture_svg import to_svg
 
 W, H = CELL
 BG, FG, RED, BLUE = (10, 20, 30), (200, 210, 220), (255, 0, 0), (0, 0, 255)
@@ -142,13 +144,15 @@ def test_svg_is_wellformed_and_keeps_the_grid() -> None:
     space = "{http://www.w3.org/2000/svg}"
     texts = root.findall(f"{space}text")
     assert [(t.text, t.get("x"), t.get("textLength")) for t in texts] == [
-        ("a<&b ", "0", str(5 * W)),
+        ("a<&b", "0", str(4 * W)),
         ("日", str(9 * W), str(2 * W)),
     ]
     assert (texts[1].get("font-weight"), texts[1].get("font-style")) == ("bold", "italic")
-    rects = [(r.get("x"), r.get("width"), r.get("fill")) for r in root.findall(f"{space}rect")]
-    assert ("50", "20", "#ff0000") in rects  # two full blocks are one rectangle
-    assert root.find(f"{space}polygon") is not None
+    paths = [p.get("d") or "" for p in root.findall(f"{space}path")]
+    assert paths[0] == "M50 0h20v20h-20z"  # two full blocks are one box
+    assert paths[1] == "M70 0h10v20h-10z"
+    assert paths[2].startswith("M85 4l")
+    assert len(paths) == 3
 
 
 class Screen(App[None]):
