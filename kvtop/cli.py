@@ -11,6 +11,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from types import UnionType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin, get_type_hints
@@ -419,7 +420,7 @@ def main(args: Sequence[str] | None = None) -> None:
 
 def invoke(args: Sequence[str]) -> int:
     """One command line; returns the exit code. Errors are one line on stderr, at most 200 characters."""
-    command = typer.main.get_command(app)
+    command = _command()
     words = list(args)
     names = [c.callback.__name__ for c in app.registered_commands if c.callback is not None]
     if not words or (words[0].startswith("-") and words[0] not in ("-h", "--help", "-V", "--version")):
@@ -443,6 +444,22 @@ def invoke(args: Sequence[str]) -> int:
         return _wrong(text)
     except OSError as error:
         return _wrong(f"{error.filename or 'the system'}: {error.strerror or error}")
+
+
+def _command() -> Any:
+    """The command tree. A variable of an option that may be given several times holds one value: words
+    of a prompt are not prompts."""
+    command: Any = typer.main.get_command(app)
+    for sub in command.commands.values():
+        for parameter in sub.params:
+            if getattr(parameter, "multiple", False):
+                parameter.value_from_envvar = partial(_whole_value, parameter)
+    return command
+
+
+def _whole_value(parameter: Any, context: Any) -> list[str] | None:
+    value = parameter.resolve_envvar_value(context)
+    return None if value is None else [value]
 
 
 def _forget_stdout() -> None:

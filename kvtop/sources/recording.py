@@ -69,7 +69,9 @@ class RecordingSource:
         self._since: float | None = None
 
     def attach(self, state: DashboardState) -> None:
-        """`state` is moved in place by seek and step."""
+        """`state` is moved in place by seek and step, and at once to where this source stands."""
+        if self._at:
+            state.restore(self._state)
         self._state = state
 
     @property
@@ -99,7 +101,8 @@ class RecordingSource:
     def start_at(self, t: float | None) -> None:
         """Begin here instead, seconds on the batches' clock; call before the first drain."""
         if t is not None:
-            self.seek(t)
+            self.seek(t, wait=True)
+            self._since = None
 
     # ---------------------------------------------------------------------------------- playing
 

@@ -203,6 +203,17 @@ def test_flag_over_environment_over_file_over_default(
     assert "num_blocks" in err
 
 
+def test_a_prompt_in_the_environment_is_one_prompt(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr("kvtop.headless.run", lambda config, asks, wishes: seen.append(asks) or 0)
+    monkeypatch.setenv("KVTOP_PROMPT", "Who was Ada?")
+    monkeypatch.setenv("KVTOP_STOP", "The end")
+    assert invoke(capsys)[0] == 0
+    assert [(a.prompt, a.params.stop) for a in seen[0]] == [("Who was Ada?", ("The end",))]
+
+
 def test_plain_kvtop_takes_the_options_of_run(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -85,6 +85,21 @@ def test_it_plays_at_the_recorded_pace(recorded: Any) -> None:
     assert fingerprint(state) == straight(batches, 1e9)
 
 
+def test_it_can_begin_later(recorded: Any) -> None:
+    path, batches = recorded
+    wall = Wall()
+    source = RecordingSource(path, wall=wall)
+    source.start_at(6.0)
+    wall.t += 50
+    state = DashboardState(strict=True)
+    source.attach(state)
+    assert fingerprint(state) == straight(batches, 6.0)
+    pump(source, state)
+    wall.t += 1
+    pump(source, state)
+    assert fingerprint(state) == straight(batches, 7.0)
+
+
 def test_speed_pause_and_step(recorded: Any) -> None:
     path, batches = recorded
     source, state, wall = opened(path)
