@@ -144,6 +144,7 @@ class TorchRunner:
         for i in bad:
             output.token_ids[sampling[i]] = []
             output.bad_rows.append(sampling[i])
+        self.model.ops.took(t2 - t1)
         if self._cost:
             self._cost.observe(batch.q_lens, batch.kv_lens_host, t2 - t1)
         return output

@@ -127,6 +127,9 @@ class Ops(ABC):
         """Prepares what every layer of this step shares."""
         return StepPlan(batch, rope)
 
+    def took(self, seconds: float) -> None:  # noqa: B027 -- a hook that most back ends leave alone
+        """The forward of the last plan took so long; a back end may learn from it."""
+
     def copy_blocks(self, cache: Tensor, pairs: Iterable[tuple[int, int]]) -> None:
         """Copies (src, dst) blocks of all layers, in order. cache [layer, 2, block, ...].
 

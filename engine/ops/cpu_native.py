@@ -19,6 +19,7 @@ from torch import Tensor
 from engine.config import ModelConfig
 from engine.ops import native
 from engine.ops.base import AttentionWeights, MlpWeights, Ops, Packed, RopeTable, State, StepInput, StepPlan
+from engine.ops.threads import ThreadChoice
 
 _BF16, _F32 = 0, 1
 """Modes of kvtop_linear."""
@@ -65,6 +66,7 @@ class NativeCpuOps(Ops):
         self._lib: ctypes.CDLL = lib
         self._model = model
         self._scratch: dict[str, Tensor] = {}
+        self._threads = ThreadChoice(torch.get_num_threads)
 
     # ------------------------------------------------------------------------ once at the start
 
@@ -103,7 +105,7 @@ class NativeCpuOps(Ops):
         }
         step = native.Step(
             tokens=tokens,
-            threads=torch.get_num_threads(),
+            threads=self._threads.choose(tokens),
             table_stride=batch.tables.stride(0),
             num_decode=len(tasks.decode),
             num_pack=len(tasks.pack),
@@ -120,6 +122,9 @@ class NativeCpuOps(Ops):
             **{n: b.data_ptr() for n, b in buffers.items()},
         )
         return _Plan(batch, rope, step, (tasks, buffers))
+
+    def took(self, seconds: float) -> None:
+        self._threads.took(seconds)
 
     # ------------------------------------------------------------------------- small operations
 
