@@ -214,9 +214,11 @@ def graph(
     for level in levels:
         fraction = float(scale.fraction(np.array([level.value]))[0])
         y = height - 1 - min(height - 1, int(fraction * height))
+        if y in names:  # a line beside the axis' own label would be read as that value
+            continue
         cells[y] = _DOTTED
         looks[y] = _look(styles, level.style)
-        names.setdefault(y, level.name)
+        names[y] = level.name
     for curve in curves:
         drawn = (_bars if curve.kind == "bars" else _line)(curve.values, height, scale)[:, :columns]
         own = [_look(styles, style) for style in curve.styles or (curve.style,)]
