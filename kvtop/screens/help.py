@@ -1,8 +1,8 @@
 """Help: what the keys do, how to read the map, and what each figure means.
 
 F1 opens it; with a panel focused that panel's own figures come first. Owns no definition: a widget's
-FIGURES hold its own, the footer's bindings hold the keys. Invariant: nothing here can go stale, because
-it is read from the widgets and bindings that are on the screen below.
+FIGURES (or kvtop.screens.figures) hold its own, the bindings hold the keys. Invariant: what is told is read
+from the widgets and bindings of the screen below, so that it cannot go stale.
 """
 
 from __future__ import annotations
@@ -19,13 +19,12 @@ from textual.containers import Vertical
 from textual.screen import ModalScreen, Screen
 from textual.widget import Widget
 
+from kvtop.screens.figures import FIGURES, Definition
 from kvtop.widgets.lines import Part, Row
 from kvtop.widgets.panel import Scrolling
 
 if TYPE_CHECKING:
     from kvtop.state import DashboardState
-
-Definition = tuple[str, str]
 
 MAP: tuple[tuple[str, str, str], ...] = (
     ("free", "·", "free: holds nothing that could be found again; handed out first"),
@@ -184,8 +183,9 @@ def keys(screen: Screen[Any]) -> list[Definition]:
 
 
 def _figures(widget: Widget) -> tuple[Definition, ...]:
-    return getattr(widget, "FIGURES", ())
+    own: tuple[Definition, ...] = getattr(widget, "FIGURES", ())
+    return own or FIGURES.get(type(widget), ("", ()))[1]
 
 
 def _title(widget: Widget) -> str:
-    return getattr(widget, "TITLE", "") or type(widget).__name__
+    return getattr(widget, "TITLE", "") or FIGURES.get(type(widget), ("", ()))[0]

@@ -9,8 +9,11 @@ from textual.app import App, ComposeResult
 from textual.binding import Binding, BindingType
 
 from kvtop import themes
+from kvtop.app import KvtopApp
+from kvtop.options import Options
 from kvtop.palette import Palette
 from kvtop.screens.help import MAP, HelpScreen, HelpText, sections
+from kvtop.shot import _Nothing
 from kvtop.widgets.block_map import GLYPHS
 from kvtop.widgets.budget import BudgetPanel
 from kvtop.widgets.device import DevicePanel
@@ -123,6 +126,22 @@ async def test_help_fits_every_size(size: tuple[int, int]) -> None:
             for row in text.all_rows(width):
                 assert sum(len(part) for part, _ in row) <= width
         await pilot.press("down", "pagedown", "escape")
+
+
+async def test_every_figure_of_the_default_view_is_defined() -> None:
+    app = KvtopApp(_Nothing("0 s"), Options())
+    async with app.run_test(size=(100, 30)) as pilot:
+        await pilot.pause()
+        await pilot.press("f1")
+        await pilot.pause()
+        screen = app.screen
+        assert isinstance(screen, HelpScreen)
+        assert screen.sections[0].title == "KV pool (focused)"
+        titles = [s.title for s in screen.sections]
+        assert {"top line", "chat", "lookup", "step", "queues", "prefix cache"} <= set(titles)
+        assert len(titles) == len(set(titles))
+        named = {name for s in screen.sections for name, _ in s.entries}
+        assert {"hit", "tok/s", "READ n of m", "first word", "ITL", "next out"} <= named
 
 
 def test_the_legend_is_the_maps() -> None:
