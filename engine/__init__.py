@@ -6,12 +6,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from engine import bench, events
+    from engine import bench, events, sizing
     from engine.config import EngineConfig, SetupError
     from engine.engine import Engine
     from engine.params import SamplingParams
 
-__all__ = ["Engine", "EngineConfig", "SamplingParams", "SetupError", "bench", "events"]
+__all__ = ["Engine", "EngineConfig", "SamplingParams", "SetupError", "bench", "events", "sizing"]
 
 _home = {
     "Engine": "engine.engine",

@@ -44,6 +44,15 @@ def fetch_snapshot(repo: str, revision: str | None, report: Progress) -> Path:
         raise _explain(error, fetch) from error
 
 
+def fetch_config(repo: str, revision: str | None, report: Progress) -> Path:
+    """config.json alone, from the cache where the hub cannot be reached. Raises SetupError."""
+    fetch = _Fetch(repo, revision, report)
+    try:
+        return fetch.config()
+    except (HFValidationError, *_NO_NETWORK, OSError, EntryNotFoundError) as error:
+        raise _explain(error, fetch) from error
+
+
 class _Fetch:
     """One fetch of one repository: what is wanted, how far it is."""
 
@@ -84,6 +93,18 @@ class _Fetch:
         self.check_space(weights)
         self.get(weights)
         return self.folder
+
+    def config(self) -> Path:
+        """The file's path; asks first, so that "no such file" and "no such model" read differently."""
+        self.report(0, 0, f"asking the hub for {self.repo}")
+        try:
+            size = self.size_of(CONFIG)
+        except _NO_NETWORK:
+            return Path(hf_hub_download(self.repo, CONFIG, revision=self.revision, local_files_only=True))
+        if size is None:
+            raise SetupError(f"{self.repo} on the hub has no {CONFIG}, which tells the shape of its cache")
+        self.total = size
+        return self.download(CONFIG)
 
     def size_of(self, name: str) -> int | None:
         """Bytes of a file on the hub; None if there is no such file."""

@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 NO_TORCH = (
     *("engine", "engine.events", "engine.config", "engine.params", "engine.hashing", "engine.blocks"),
     *("engine.paging", "engine.scheduler", "engine.sequence", "engine.runner", "engine.core", "engine.toy"),
-    *("engine.detok", "engine.hub", "engine.chat", "engine.tokenizer"),
+    *("engine.detok", "engine.hub", "engine.chat", "engine.sizing", "engine.tokenizer"),
     *("kvtop.cli", "kvtop.state", "kvtop.explain", "kvtop.series", "kvtop.recorder", "kvtop.verify"),
     *("kvtop.headless", "kvtop.demo", "kvtop.audit", "kvtop.settings"),
 )
