@@ -27,6 +27,7 @@ _FONTS = (
     ("Menlo.ttc", "Menlo.ttc", "Menlo.ttc"),
     ("consola.ttf", "consolab.ttf", "consolai.ttf"),
     ("cour.ttf", "courbd.ttf", "couri.ttf"),
+    ("DejaVuSans.ttf", "DejaVuSans-Bold.ttf", "DejaVuSans-Oblique.ttf"),  # rare signs: control pictures
 )
 """Regular, bold, italic; Pillow finds them by name in the system's font folders."""
 
@@ -112,8 +113,11 @@ def _text_mask(char: str, cells: int, bold: bool, italic: bool) -> Image.Image:
     draw = ImageDraw.Draw(mask)
     for font in _fonts(bold, italic):
         if _has(font, char):
-            left = max(0.0, (w * cells - font.getlength(char)) / 2)
-            draw.text((left, h * 0.75), char, 255, font, anchor="ls")
+            room, needs = w * cells, font.getlength(char)
+            if needs > room + 0.5:
+                font = font.font_variant(size=font.size * room / needs)
+                needs = room
+            draw.text((max(0.0, (room - needs) / 2), h * 0.75), char, 255, font, anchor="ls")
             return mask
     # No font knows it: the outline that terminals draw for such a character.
     draw.rectangle((1, 4, w * cells - 2, h - 5), outline=160)

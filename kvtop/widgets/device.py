@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from kvtop.text import safe_text
 from kvtop.units import NOT_HERE, percent, size
+from kvtop.widgets.budget import shares
 from kvtop.widgets.graph import Curve, Scale, graph, last_values, plot_width
 from kvtop.widgets.lines import Part, Row
 from kvtop.widgets.panel import Panel
-from kvtop.widgets.table import bar, cut
+from kvtop.widgets.table import cut, progress
 
 if TYPE_CHECKING:
     from kvtop.state import DashboardState
@@ -81,44 +80,36 @@ class DevicePanel(Panel):
         room = min(24, width - _LABEL - len(value) - 2)
         if part is None or room < 4:
             return (label, (value, self.ink("text")))
-        return (label, (bar(part, room) + "  ", self.ink("device")), (value, self.ink("text")))
+        return (label, (progress(part, room) + "  ", self.ink("device")), (value, self.ink("text")))
 
     def _memory(self, state: DashboardState, width: int, tells: bool) -> list[Row]:
         started, sample = state.started, state.device
         assert started is not None
-        kv = started.num_blocks * started.bytes_per_block
-        used = sample.memory if sample else None
-        total = sample.memory_total if sample else None
+        weights, kv = started.weights_bytes, started.num_blocks * started.bytes_per_block
+        used = sample.memory if sample is not None and tells else None
+        total = sample.memory_total if sample is not None else None
         muted, text = self.ink("muted"), self.ink("text")
         split: list[Part] = [
-            ("  weights   ", muted),
-            (size(started.weights_bytes), self.ink("device")),
-            ("   KV ", muted),
-            (size(kv), self.ink("cached")),
+            ("  █", self.ink("device")),
+            (" weights ", muted),
+            (size(weights), text),
+            ("  ▓", self.ink("cached")),
+            (" KV ", muted),
+            (size(kv), text),
         ]
-        if not tells or used is None:
+        if used is None:
             return [self._line("memory", NOT_HERE, width, None, tells), tuple(split)]
-        other = used - started.weights_bytes - kv
-        # The weights may be memory-mapped and the pool not yet touched: then they are not in use.
-        if other >= 0:
-            split += [("   other ", muted), (size(other), text)]
         value = size(used) + (f" of {size(total)}" if total else "")
-        room = min(24, width - _LABEL - len(value) - 2)
-        if not total or room < 4:
-            return [self._line("memory", value, width, None, True), tuple(split)]
-        edges = np.clip(np.array([started.weights_bytes, started.weights_bytes + kv, used]) / total, 0, 1)
-        cells = (
-            np.round(edges * room).astype(int).tolist() if other >= 0 else [0, 0, round(used / total * room)]
-        )
-        line: list[Part] = [
-            ("memory".ljust(_LABEL), muted),
-            ("█" * cells[0], self.ink("device")),
-            ("▓" * (cells[1] - cells[0]), self.ink("cached")),
-            ("▒" * (cells[2] - cells[1]), muted),
-            ("·" * (room - cells[2]) + "  ", muted),
-            (value, text),
-        ]
-        return [tuple(line), tuple(split)]
+        rows = [self._line("memory", value, width, used / total if total else None, True)]
+        other = used - weights - kv
+        # Weights may be mapped and blocks not yet written: then they are not in use, and nothing is split.
+        if other >= 0:
+            cells = shares((weights, kv, other), max(3, min(24, width - _LABEL)))
+            looks = (("█", "device"), ("▓", "cached"), ("▒", "muted"))
+            bars = [(glyph * n, self.ink(name)) for n, (glyph, name) in zip(cells, looks, strict=True)]
+            rows.append((("  of it".ljust(_LABEL), muted), *bars))
+            split += [("  ▒ other ", muted), (size(other), text)]
+        return [*rows, tuple(split)]
 
 
 def _watts(power: float | None) -> str:

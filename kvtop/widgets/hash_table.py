@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvtop.text import safe_text
-from kvtop.units import NONE, NOT_HERE, count, span
+from kvtop.units import NOT_HERE, count, span
 from kvtop.widgets.lines import Row
 from kvtop.widgets.panel import Scrolling
+from kvtop.widgets.story import spell
 from kvtop.widgets.table import Cell, Column, table
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ class HashTablePanel(Scrolling):
         muted, text = self.ink("muted"), self.ink("text")
         look = self.ink("shared" if refs > 1 else "active" if refs else "cached")
         if record is not None and record.token_ids:
-            words: Cell = (safe_text(state.text_of(record.token_ids)), text)
+            words: Cell = (spell(state, record.token_ids), text)
         else:
             words = (NOT_HERE, muted)
         return [
@@ -77,8 +77,3 @@ class HashTablePanel(Scrolling):
             (span(max(0.0, now - float(state.touched[block]))), muted),
             words,
         ]
-
-
-def short(hash_: str | None) -> str:
-    """First 8 hex digits, as the table shows them."""
-    return hash_[:8] if hash_ else NONE

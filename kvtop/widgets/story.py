@@ -44,8 +44,12 @@ def fold(moments: Iterable[Moment], most: int = 1 << 30) -> list[Line]:
     """Lines of moments that are given newest first, newest line first, at most `most`. A hit that belongs
     to an admission is told by that admission."""
     groups: list[list[Moment]] = []
+    moments = list(moments)
+    admitted = {(m.seq, m.request_id) for m in moments if m.kind == "admitted"}
     for moment in moments:
-        if moment.kind == "hit" and moment.request_id is None:
+        if moment.kind == "hit" and (
+            moment.request_id is None or (moment.seq, moment.request_id) in admitted
+        ):
             continue
         last = groups[-1][-1] if groups else None
         if (
@@ -102,12 +106,17 @@ def _is_run(ids: Sequence[int]) -> bool:
     return bool((steps == 1).all() or (steps == -1).all())
 
 
+def spell(state: DashboardState, token_ids: Iterable[int]) -> str:
+    """Tokens as text in one line: safe, blanks and newlines folded."""
+    return " ".join(safe_text(state.text_of(token_ids), newlines=True).split())
+
+
 def quote(state: DashboardState, hash_: str, most: int = QUOTE) -> str:
     """The text of a content, cut to `most` characters, in quotes; "" when it is not known."""
     record = state.stored(hash_)
     if record is None or not record.token_ids:
         return ""
-    text = " ".join(safe_text(state.text_of(record.token_ids), newlines=True).split())
+    text = spell(state, record.token_ids)
     return f"“{text[:most].rstrip()}…”" if len(text) > most else f"“{text}”"
 
 
