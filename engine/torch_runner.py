@@ -101,7 +101,7 @@ class TorchRunner:
         """A runner over `weights` (HF names; the dict is emptied as they are packed)."""
         device, dtype = choose(config)
         if device.type == "cpu":
-            torch.set_num_threads(config.threads or _cores())
+            torch.set_num_threads(config.threads or cores())
         ops = get_ops(config.ops, device, dtype, model_config)
         longest = model_config.max_position_embeddings
         if config.max_model_len is not None and config.max_model_len > longest:
@@ -178,7 +178,8 @@ def clamp_model_len(asked: int | None, longest: int, cache: CacheSize) -> int:
     return asked
 
 
-def _cores() -> int:
+def cores() -> int:
+    """Cores that this process may run on."""
     try:
         return len(os.sched_getaffinity(0))
     except AttributeError:
