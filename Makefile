@@ -18,7 +18,7 @@ help:
 	@echo 'make demo NAME=x   a scripted scene; without NAME the list of them'
 	@echo 'make test          every test'
 	@echo 'make check         ruff, mypy, import walls'
-	@echo 'make bench         speed of the engine beside its peers''
+	@echo 'make bench         speed of the engine beside its peers'
 	@echo 'make shots         the pictures of the README and of demos/shots'
 
 setup: $(READY)
