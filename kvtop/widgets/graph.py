@@ -80,17 +80,6 @@ def round_up(value: float) -> float:
 # ---------------------------------------------------------------------------------------- columns
 
 
-def in_time(times: Floats, values: Floats, start: float, stop: float, columns: int) -> Floats:
-    """Largest value in each of `columns` equal pieces of [start, stop), NaN where there is none."""
-    out = np.full(max(columns, 0), -np.inf)
-    if columns > 0 and len(times) and stop > start:
-        place = np.floor((times - start) / (stop - start) * columns).astype(np.intp)
-        inside = (place >= 0) & (place < columns) & np.isfinite(values)
-        np.maximum.at(out, place[inside], values[inside])
-    out[np.isneginf(out)] = np.nan
-    return out
-
-
 def last_values(values: Floats, columns: int) -> Floats:
     """The newest `columns` values, NaN before the first."""
     out = np.full(max(columns, 0), np.nan)
@@ -154,12 +143,6 @@ def bars(values: Floats, rows: int, scale: Scale) -> list[str]:
 def _bars(values: Floats, rows: int, scale: Scale) -> Cells:
     base = (np.arange(rows)[::-1] * 8)[:, None]
     return EIGHTHS[np.clip(bar_levels(values, rows, scale)[None, :] - base, 0, 8)]
-
-
-def sparkline(values: Floats, width: int, scale: Scale | None = None) -> str:
-    """One row of bars over the newest `width` values."""
-    shown = last_values(values, width)
-    return bars(shown, 1, scale or linear(shown))[0]
 
 
 def line(values: Floats, rows: int, scale: Scale) -> list[str]:

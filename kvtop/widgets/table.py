@@ -98,14 +98,7 @@ def cut(parts: Sequence[Part], width: int) -> list[Part]:
     return out
 
 
-def bar(part: float, width: int) -> str:
-    """A bar of `width` cells filled to `part` (0 to 1) in eighths: ██▌···. Full only when done."""
-    eighths = int(max(0.0, min(1.0, part)) * width * 8)
-    full, rest = divmod(eighths, 8)
-    return ("█" * full + " ▏▎▍▌▋▊▉"[rest].strip()).ljust(width, "·")
-
-
 def progress(part: float, width: int) -> str:
-    """A thin bar for rows that stand close together, in halves of a cell: ━━╸···."""
+    """A thin bar of `width` cells filled to `part` (0 to 1) in halves: ━━╸···. Full only when done."""
     halves = int(max(0.0, min(1.0, part)) * width * 2)
     return ("━" * (halves // 2) + "╸" * (halves % 2)).ljust(width, "·")

@@ -16,14 +16,13 @@ from kvtop.widgets.graph import (
     bar_levels,
     bars,
     graph,
-    in_time,
     last_values,
     line,
     linear,
     logarithmic,
     plot_width,
+    quantile,
     round_up,
-    sparkline,
 )
 
 RED, BLUE, DIM = Style(color="#ff0000"), Style(color="#0000ff"), Style(color="#777777")
@@ -69,19 +68,10 @@ def test_a_line_joins_its_points_with_dots() -> None:
     assert line(np.array([0.0, NAN, NAN, 1.0]), 2, Scale(0, 1)) == [" ⠈", "⡀ "]
 
 
-def test_columns_in_time_keep_the_largest_and_leave_gaps() -> None:
-    t = np.array([0.0, 0.1, 1.5, 9.99, 10.0, -1.0])
-    v = np.array([1.0, 5.0, 2.0, 7.0, 99.0, 99.0])
-    got = in_time(t, v, 0, 10, 10)
-    assert got[[0, 1, 9]].tolist() == [5, 2, 7]
-    assert np.isnan(got[2:9]).all()
-    assert in_time(t, v, 0, 10, 0).size == 0
-
-
 def test_the_newest_values_stand_right() -> None:
     assert last_values(np.array([1.0, 2, 3]), 2).tolist() == [2, 3]
-    assert sparkline(np.array([1.0, 2.0]), 4, Scale(0, 2)) == "  ▄█"
-    assert sparkline(np.array([]), 3) == "   "
+    assert np.isnan(last_values(np.array([1.0]), 3)).tolist() == [True, True, False]
+    assert last_values(np.array([1.0]), 0).size == 0
 
 
 def test_a_graph_has_its_axis_and_levels() -> None:
@@ -140,3 +130,12 @@ def test_bars_rise_with_their_values(values: list[float], rows: int, log: bool) 
     assert all(k > 0 for v, k in known if v > 0)
     text = bars(data, rows, scale)
     assert [len(t) for t in text] == [len(values)] * rows
+
+
+@given(st.lists(st.floats(0, 1e6), min_size=1, max_size=50), st.floats(0, 1))
+def test_quantiles_are_numpys(values: list[float], q: float) -> None:
+    data = np.sort(np.array(values))
+    got = quantile(data, q)
+    assert got is not None
+    assert abs(got - float(np.quantile(data, q))) <= 1e-6 * (1 + data[-1])
+    assert quantile(data[:0], q) is None
