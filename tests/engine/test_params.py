@@ -30,7 +30,7 @@ from engine.params import SamplingParams
     ],
 )
 def test_a_value_out_of_range_is_named_in_one_line(wrong: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match="^[^\n]{1,200}$") as error:
+    with pytest.raises(ValueError, match=r"^[^\n]{1,200}$") as error:
         SamplingParams(**wrong)
     assert words in str(error.value)
 
