@@ -214,7 +214,7 @@ class Plan:
             "block_size": sizing.block_size,
             "last_block_waste_bytes": sizing.last_block_waste,
             "full_attention_bytes_per_token": sizing.full_bytes_per_token,
-            "chunk": {"tokens": self.chunk, "bytes": sizing.request_bytes(self.chunk)},
+            "chunk": {"tokens": self.chunk, "bytes": self.chunk * sizing.bytes_per_token},
         }
         if shape.window is not None:
             out |= {

@@ -24,30 +24,37 @@ from kvtop import __version__
 from kvtop.asks import Ask, parse_size, read_prompts, read_system, sampling
 from kvtop.cli_options import (
     AsJson,
+    AvgTokens,
     BlockSize,
     Budget,
     Caching,
     Chunked,
     Concurrent,
+    Contexts,
     Device,
     Dtype,
     File,
     Fps,
+    GpuHour,
     GpuPart,
     HashSeed,
     Headless,
     IgnoreEos,
+    Itl,
+    KvDtype,
     KvMemory,
     LongPrefill,
     MaxLen,
     MaxSeqs,
     MaxTokens,
+    Memory,
     MinP,
     Model,
     Motion,
     NumBlocks,
     Once,
     Ops,
+    Overhead,
     Prompt,
     Prompts,
     Record,
@@ -64,6 +71,7 @@ from kvtop.cli_options import (
     TopP,
     View,
     ViewName,
+    Weights,
     opt,
 )
 from kvtop.text import cut, safe_text
@@ -284,6 +292,36 @@ def explain(file: File, json: Annotated[bool, opt("The explanations as JSON.", "
     for i, why in told:
         print(f"#{i} {why.reason}: hit {why.hit_blocks} of {why.queried_blocks} blocks. {why.sentence}")
     return 0
+
+
+@app.command()
+def size(
+    model: Annotated[
+        str,
+        typer.Argument(help="Hub id, config.json, a known name, or `list`.", metavar="MODEL|list"),
+    ],
+    json: Annotated[bool, opt("The figures as JSON.", "--json")] = False,
+    memory: Memory = "80GiB",
+    weights: Weights = None,
+    overhead: Overhead = "3GiB",
+    avg_tokens: AvgTokens = 500,
+    context: Contexts = None,
+    gpu_hour: GpuHour = None,
+    itl: Itl = 50.0,
+    kv_cache_dtype: KvDtype = "auto",
+    block_size: BlockSize = 16,
+    max_num_batched_tokens: Budget = None,
+    revision: Revision = None,
+) -> int:
+    """What a model's KV cache takes, and how many requests fit. Nothing but config.json is read."""
+    from kvtop.size_table import Question, answer
+
+    chunk = 2048 if max_num_batched_tokens is None else max_num_batched_tokens
+    shape = (block_size, kv_cache_dtype)
+    question = Question(
+        model, revision, memory, weights, overhead, avg_tokens, context or (), chunk, gpu_hour, itl, *shape
+    )
+    return answer(question, json)
 
 
 @app.command()

@@ -14,6 +14,7 @@ DeviceName = Literal["auto", "cpu", "cuda"]
 DType = Literal["auto", "bfloat16", "float32", "float64"]
 OpsName = Literal["auto", "reference", "cpu", "triton"]
 ViewName = Literal["chat", "ops", "all"]
+KvDtypeName = Literal["auto", "bfloat16", "fp8", "float32"]
 
 
 def opt(help: str, *names: str, **more: Any) -> Any:
@@ -83,3 +84,17 @@ View = Annotated[ViewName | None, opt("What to show first.", "--view")]
 Fps = Annotated[float | None, opt("Frames a second.", "--fps", min=0.5, max=120)]
 Motion = Annotated[bool, opt("Sweeps and flashes.", "--motion/--no-motion")]
 File = Annotated[Path, typer.Argument(help="A recording.", metavar="FILE")]
+
+Memory = Annotated[str, opt("Of the GPU, like 80GiB; of several their sum.", "--memory", metavar="SIZE")]
+Weights = Annotated[
+    str | None,
+    opt("bf16, fp8, int8, int4 or a SIZE; as published without.", "--weights", metavar="FORMAT|SIZE"),
+]
+Overhead = Annotated[str, opt("For activations, graphs and libraries.", "--overhead", metavar="SIZE")]
+AvgTokens = Annotated[int, opt("Prompt and answer of an average request.", "--avg-tokens")]
+Contexts = Annotated[
+    list[int] | None, opt("Longest sequence to plan for; may be given several times.", "--context")
+]
+GpuHour = Annotated[float | None, opt("Dollars an hour for that memory's GPUs.", "--gpu-hour")]
+Itl = Annotated[float, opt("Milliseconds a token of each request, for the price.", "--itl")]
+KvDtype = Annotated[KvDtypeName, opt("Of keys and values; auto is bfloat16.", "--kv-cache-dtype")]

@@ -19,7 +19,7 @@ NO_TORCH = (
     *("engine.paging", "engine.scheduler", "engine.sequence", "engine.runner", "engine.core", "engine.toy"),
     *("engine.detok", "engine.hub", "engine.chat", "engine.sizing", "engine.tokenizer"),
     *("kvtop.cli", "kvtop.state", "kvtop.explain", "kvtop.series", "kvtop.recorder", "kvtop.verify"),
-    *("kvtop.headless", "kvtop.demo", "kvtop.audit", "kvtop.settings"),
+    *("kvtop.headless", "kvtop.demo", "kvtop.audit", "kvtop.settings", "kvtop.size_table"),
 )
 """Importing any of these loads neither torch nor transformers."""
 
