@@ -9,53 +9,26 @@ from typing import Any
 import pytest
 import torch
 
-from engine.config import EngineConfig, ModelConfig
-from engine.torch_runner import TorchRunner
-from tests.engine.tiny import CPU64, MODELS, Driver, hf_model, random_weights
+from engine.config import ModelConfig
+from tests.engine.tiny import CPU64, MODELS, Case, Driver
 
 LENGTHS = (1, 2, 15, 16, 17, 31, 33, 100)
 NEW = 12
-MARGIN = 1e-3
-"""Seeds are chosen so that the two best logits differ by more; equality is never loosened."""
 
 
 SEEDS = {"qwen3-yarn": 1}
 
 
-class Case:
-    """A model with its weights, prompts, and what transformers says."""
-
-    def __init__(self, config: ModelConfig, seed: int) -> None:
-        self.config = config
-        self.weights = random_weights(config, seed)
-        self.hf = hf_model(config, self.weights, torch.float64)
-        r = random.Random(seed)
-        self.prompts = [[r.randrange(config.vocab_size) for _ in range(n)] for n in LENGTHS]
-        self.tokens, self.logits = zip(*(self._generate(p) for p in self.prompts), strict=True)
-
-    @torch.inference_mode()
-    def _generate(self, prompt: list[int]) -> tuple[list[int], torch.Tensor]:
-        ids = torch.tensor([prompt])
-        out = self.hf.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            do_sample=False,
-            max_new_tokens=NEW,
-            return_dict_in_generate=True,
-            output_logits=True,
-        )
-        logits = torch.cat(out.logits)
-        best = logits.topk(2).values
-        assert (best[:, 0] - best[:, 1]).min() > MARGIN, "choose another seed"
-        return out.sequences[0, len(prompt) :].tolist(), logits
-
-    def runner(self, config: EngineConfig = CPU64) -> TorchRunner:
-        return TorchRunner.from_weights(self.config, dict(self.weights), config)
+def random_prompts(config: ModelConfig) -> list[list[int]]:
+    r = random.Random(config.architecture)
+    return [[r.randrange(config.vocab_size) for _ in range(n)] for n in LENGTHS]
 
 
 @pytest.fixture(scope="module", params=MODELS)
 def case(request: pytest.FixtureRequest) -> Case:
-    return Case(MODELS[request.param], SEEDS.get(request.param, 0))
+    return Case(
+        MODELS[request.param], SEEDS.get(request.param, 0), random_prompts(MODELS[request.param]), NEW
+    )
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 15, 16, 17, 1000])

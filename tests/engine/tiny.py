@@ -36,6 +36,9 @@ MODELS = {
     "qwen3-yarn": YARN,
 }
 
+MARGIN = 1e-3
+"""Seeds are chosen so that the two best logits differ by more; equality is never loosened."""
+
 CPU64 = EngineConfig(device="cpu", dtype="float64", ops="reference", num_blocks=129, threads=1)
 
 
@@ -124,6 +127,37 @@ def random_weights(c: ModelConfig, seed: int = 0) -> dict[str, torch.Tensor]:
     if not c.tie_word_embeddings:
         linear("lm_head", c.vocab_size, h)
     return out
+
+
+class Case:
+    """A random model, prompts, and `new` greedy tokens after each with their logits as transformers says."""
+
+    def __init__(self, config: ModelConfig, seed: int, prompts: list[list[int]], new: int) -> None:
+        self.config = config
+        self.weights = random_weights(config, seed)
+        self.hf = hf_model(config, self.weights, torch.float64)
+        self.prompts = prompts
+        self.new = new
+        self.tokens, self.logits = zip(*(self._generate(p) for p in self.prompts), strict=True)
+
+    @torch.inference_mode()
+    def _generate(self, prompt: list[int]) -> tuple[list[int], torch.Tensor]:
+        ids = torch.tensor([prompt])
+        out = self.hf.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            max_new_tokens=self.new,
+            return_dict_in_generate=True,
+            output_logits=True,
+        )
+        logits = torch.cat(out.logits)
+        best = logits.topk(2).values
+        assert (best[:, 0] - best[:, 1]).min() > MARGIN, "choose another seed"
+        return out.sequences[0, len(prompt) :].tolist(), logits
+
+    def runner(self, config: EngineConfig = CPU64) -> TorchRunner:
+        return TorchRunner.from_weights(self.config, dict(self.weights), config)
 
 
 class Driver:
