@@ -18,6 +18,7 @@ from kvtop.pool_mirror import StateError
 from kvtop.pool_view import BlockInfo, BlockState, PoolView
 from kvtop.requests import RequestView, SequenceView
 from kvtop.series import Series
+from kvtop.twin import NaiveTwin
 
 MOST_FINISHED = 10_000
 """Finished requests that are kept."""
@@ -72,6 +73,7 @@ class Facts:
         """Request ids in the waiting queue, first to be admitted first as far as events tell."""
         self.running: list[int] = []
         self.pool = PoolView(1, 1)
+        self.twin = NaiveTwin()
         self.history = History()
         self.series = Series()
         self.moments: deque[Moment] = deque(maxlen=4096)
@@ -172,6 +174,16 @@ class Facts:
     def num_hashes(self) -> int:
         """Distinct contents in the hash table."""
         return len(self.pool.mirror.where)
+
+    @property
+    def slots_filled(self) -> int:
+        """Token slots of the referenced blocks whose KV is written, those of a shared block once."""
+        return self.pool.filled
+
+    @property
+    def slots_held(self) -> int:
+        """Token slots of the referenced blocks."""
+        return self.active * self.block_size
 
     @property
     def blocks_until_eviction(self) -> int:

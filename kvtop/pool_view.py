@@ -68,6 +68,7 @@ class PoolView:
         "_last_seq",
         "_touched",
         "born_at",
+        "filled",
         "mirror",
     )
 
@@ -78,6 +79,8 @@ class PoolView:
         self._last_seq = [-1] * num_blocks
         self._touched = [0.0] * num_blocks
         self.born_at = [0.0] * num_blocks
+        self.filled = 0
+        """Slots written of the referenced blocks, a shared block counted once."""
         self._changed: set[int] = set()
         """Differ from the columns."""
         self._dirty: set[int] | None = None
@@ -100,6 +103,7 @@ class PoolView:
         other.mirror = self.mirror.copy()
         other._fill, other._hits, other._last_seq = self._fill[:], self._hits[:], self._last_seq[:]
         other._touched, other.born_at = self._touched[:], self.born_at[:]
+        other.filled = self.filled
         other._changed = self._changed.copy()
         other._dirty = None
         other._columns = {k: v.copy() for k, v in self._columns.items()}
@@ -167,8 +171,10 @@ class PoolView:
     def touched(self, e: BlocksTouched, t: float) -> None:
         """A hit reads, a fork shares."""
         self.mirror.touched(e)
-        read = e.why == "hit"
+        read, ref = e.why == "hit", self.mirror.ref
         for b in e.ids:
+            if ref[b] == 1:
+                self.filled += self._fill[b]
             self._hits[b] += read
             self._touched[b] = t
             self._last_seq[b] = e.seq_id
@@ -178,6 +184,7 @@ class PoolView:
         """dst begins with what src holds."""
         self.mirror.copied(e)
         self._begin(e.dst, e.seq_id, t, self._fill[e.src])
+        self.filled += self._fill[e.dst]
         self._changed.add(e.src)
 
     def released(self, e: BlocksReleased, t: float) -> list[int]:
@@ -185,6 +192,7 @@ class PoolView:
         gone = self.mirror.released(e)
         hashes, size = self.mirror.hash, self.mirror.block_size
         for b in gone:
+            self.filled -= self._fill[b]
             self._fill[b] = 0 if hashes[b] is None else size
             self._touched[b] = t
         self._changed.update(e.ids)
@@ -223,6 +231,7 @@ class PoolView:
             b = table[i]
             slots = min(size, max(0, after - i * size))
             if slots > fill[b] or (mirror.ref[b] < 2 and mirror.hash[b] is None):
+                self.filled += slots - fill[b]
                 fill[b] = slots
                 self._touched[b] = t
                 self._changed.add(b)
@@ -237,6 +246,7 @@ class PoolView:
             for i, b in enumerate(table):
                 slots = min(size, max(0, computed - i * size))
                 self._fill[b] = max(self._fill[b], slots) if mirror.hash[b] is None else size
+        self.filled = sum(f for f, r in zip(self._fill, mirror.ref, strict=True) if r)
         self._changed.update(range(mirror.num_blocks))
 
     # ------------------------------------------------------------------------------------- inside

@@ -41,6 +41,7 @@ class DashboardState(PoolRules, RequestRules):
             for i in (*self.waiting, *self.running):
                 if self.requests[i].t_first is None:
                     self.requests[i].slow = True
+        self.twin.apply(batch)
         for e in batch.events:
             handler = self._handlers.get(type(e))
             if handler is None:
@@ -65,6 +66,7 @@ class DashboardState(PoolRules, RequestRules):
         other.unknown, other.errors = self.unknown.copy(), self.errors[:]
         other.requests = {i: r.copy() for i, r in self.requests.items()}
         other.pool, other.history, other.series = self.pool.copy(), self.history.copy(), self.series.copy()
+        other.twin = self.twin.copy()
         other.sequences = {i: s.copy() for i, s in self.sequences.items()}
         for i, s in other.sequences.items():
             s.table = other.pool.mirror.tables.get(i, [])

@@ -1,0 +1,233 @@
+"""NaiveTwin: the memory of an engine without paging, fed by the same requests.
+
+Owns a shadow of the pool's memory in which every sequence that the engine runs reserves max_model_len tokens in
+one piece, at the first gap that is long enough, from its admission to its end; one that finds no gap waits its
+turn. A pure function of the batches. Invariants: reservations never overlap; filled + inside + between + idle
+are all the slots; what a sequence keeps is never lost to preemption, since a reservation is never taken away.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from heapq import heappop, heappush
+from typing import Any, ClassVar
+
+from engine import events as ev
+
+
+class NaiveTwin:
+    """All figures are token slots or sequences, as of the last batch applied.
+
+    All reservations have one length, so gaps are whole multiples of it and the rest at the end: the first fit
+    is the lowest free place.
+    """
+
+    __slots__ = (
+        "_blocks",
+        "_ended",
+        "_free",
+        "_fresh",
+        "_gap",
+        "_kept",
+        "_requests",
+        "_seq",
+        "_tokens",
+        "filled",
+        "length",
+        "place",
+        "places",
+        "slots",
+        "waited",
+        "waiting",
+    )
+
+    def __init__(self, slots: int = 0, length: int = 1) -> None:
+        """slots: tokens that the memory holds; length: tokens of a reservation."""
+        self.slots, self.length = slots, length
+        self.places = slots // length
+        """Sequences that it can hold at once; 0 refuses all."""
+        self.place: dict[int, int] = {}
+        """Sequence -> its reservation, which begins at slot place x length."""
+        self.waiting: dict[int, None] = {}
+        """Sequences that the engine runs and that find no place here, the oldest first."""
+        self.waited = 0
+        """Sequences that ever had to wait."""
+        self.filled = 0
+        """Slots of the reservations that hold a token."""
+        self._free: list[int] = []
+        self._fresh = 0
+        self._tokens: dict[int, int] = {}
+        self._requests: dict[int, list[int]] = {}
+        """Request -> its sequences."""
+        self._kept: set[int] = set()
+        """Preempted by the engine: here their tokens stay until the engine has computed them again."""
+        self._blocks: dict[int, int] = {}
+        self._ended: set[int] = set()
+        self._seq = -1
+        self._gap = False
+
+    def copy(self) -> NaiveTwin:
+        """An independent twin in the same state."""
+        other = NaiveTwin.__new__(NaiveTwin)
+        for name in NaiveTwin.__slots__:
+            value = getattr(self, name)
+            setattr(other, name, value if isinstance(value, int) else value.copy())
+        other._requests = {i: s[:] for i, s in self._requests.items()}
+        return other
+
+    # ------------------------------------------------------------------------------------ reading
+
+    @property
+    def running(self) -> int:
+        """Sequences that the engine runs, preempted ones included."""
+        return len(self._tokens)
+
+    @property
+    def reserved(self) -> int:
+        """Slots that nobody else may use."""
+        return len(self.place) * self.length
+
+    @property
+    def inside(self) -> int:
+        """Reserved slots that hold no token."""
+        return self.reserved - self.filled
+
+    @property
+    def between(self) -> int:
+        """Slots in gaps too short for a reservation."""
+        return self.slots - self.places * self.length
+
+    @property
+    def idle(self) -> int:
+        """Slots that another sequence could still reserve."""
+        return self.slots - self.reserved - self.between
+
+    def tokens(self, seq_id: int) -> int:
+        """What a sequence keeps, or would keep if it had a place."""
+        return self._tokens[seq_id]
+
+    # --------------------------------------------------------------------------------- the events
+
+    def apply(self, batch: ev.StepBatch) -> None:
+        """Take the next batch. O(events). After a gap in the stream the next PoolSnapshot says who is left."""
+        self._gap |= batch.seq != self._seq + 1
+        self._seq = batch.seq
+        for e in batch.events:
+            handler = self._handlers.get(type(e))
+            if handler is not None:
+                handler(self, e)
+        # A branch that ends alone has no event of its own: it gives all its blocks back and is not preempted.
+        while self._ended:
+            self._leave(self._ended.pop())
+        self._serve()
+
+    def _on_started(self, e: ev.EngineStarted) -> None:
+        fresh = NaiveTwin(e.num_blocks * e.block_size, max(1, e.max_model_len))
+        fresh._seq, fresh._gap = self._seq, self._gap
+        for name in NaiveTwin.__slots__:
+            setattr(self, name, getattr(fresh, name))
+
+    def _on_admitted(self, e: ev.RequestAdmitted) -> None:
+        if e.seq_id not in self._tokens:  # else it is resumed, and has never left here
+            self._enter(e.seq_id, e.request_id, e.cached_tokens)
+
+    def _on_forked(self, e: ev.SequenceForked) -> None:
+        self._enter(e.child, e.request_id, self._tokens.get(e.parent, 0))
+
+    def _on_sampled(self, e: ev.TokensSampled) -> None:
+        self._compute(dict(zip(e.seq_ids, e.num_computed, strict=True)))
+
+    def _on_preempted(self, e: ev.RequestPreempted) -> None:
+        known = [i for i in e.seq_ids if i in self._tokens]
+        self._kept.update(known)
+        self._ended.difference_update(known)
+
+    def _on_pruned(self, e: ev.BeamPruned) -> None:
+        self._leave(e.seq_id)
+
+    def _on_finished(self, e: ev.RequestFinished) -> None:
+        for seq_id in self._requests.pop(e.request_id, ()):
+            self._leave(seq_id)
+
+    def _on_taken(self, e: ev.BlocksAllocated | ev.BlocksTouched) -> None:
+        self._blocks[e.seq_id] = self._blocks.get(e.seq_id, 0) + len(e.ids)
+        self._ended.discard(e.seq_id)
+
+    def _on_released(self, e: ev.BlocksReleased) -> None:
+        left = self._blocks.get(e.seq_id, 0) - len(e.ids)
+        if left > 0:
+            self._blocks[e.seq_id] = left
+            return
+        self._blocks.pop(e.seq_id, None)
+        self._ended.add(e.seq_id)
+
+    def _on_snapshot(self, e: ev.PoolSnapshot) -> None:
+        if not self._gap:
+            return
+        self._gap = False
+        alive = dict(zip(e.seq_ids, e.computed, strict=True))
+        self._blocks = {i: len(t) for i, t in zip(e.seq_ids, e.tables, strict=True)}
+        for seq_id in [i for i in self._tokens if i not in alive and i not in self._kept]:
+            self._leave(seq_id)
+        self._compute(alive)
+
+    # ------------------------------------------------------------------------------------- inside
+
+    def _enter(self, seq_id: int, request_id: int, tokens: int) -> None:
+        self._tokens[seq_id] = tokens
+        self._requests.setdefault(request_id, []).append(seq_id)
+        self.waiting[seq_id] = None
+        self._serve()
+        self.waited += seq_id in self.waiting
+
+    def _leave(self, seq_id: int) -> None:
+        tokens = self._tokens.pop(seq_id, None)
+        if tokens is None:
+            return
+        self._kept.discard(seq_id)
+        self.waiting.pop(seq_id, None)
+        place = self.place.pop(seq_id, None)
+        if place is not None:
+            heappush(self._free, place)
+            self.filled -= tokens
+
+    def _compute(self, now: dict[int, int]) -> None:
+        """Sequences keep this many tokens now."""
+        for seq_id, computed in now.items():
+            before = self._tokens.get(seq_id)
+            if before is None:
+                continue
+            if seq_id in self._kept:
+                if computed < before:
+                    continue
+                self._kept.discard(seq_id)
+            self._tokens[seq_id] = computed
+            if seq_id in self.place:
+                self.filled += computed - before
+
+    def _serve(self) -> None:
+        """Places for those that wait, in the order in which they came."""
+        while self.waiting and len(self.place) < self.places:
+            seq_id = next(iter(self.waiting))
+            del self.waiting[seq_id]
+            if self._free:
+                place = heappop(self._free)
+            else:
+                place = self._fresh
+                self._fresh += 1
+            self.place[seq_id] = place
+            self.filled += self._tokens[seq_id]
+
+    _handlers: ClassVar[dict[type, Callable[[NaiveTwin, Any], None]]] = {
+        ev.EngineStarted: _on_started,
+        ev.RequestAdmitted: _on_admitted,
+        ev.SequenceForked: _on_forked,
+        ev.TokensSampled: _on_sampled,
+        ev.RequestPreempted: _on_preempted,
+        ev.BeamPruned: _on_pruned,
+        ev.RequestFinished: _on_finished,
+        ev.BlocksAllocated: _on_taken,
+        ev.BlocksTouched: _on_taken,
+        ev.BlocksReleased: _on_released,
+        ev.PoolSnapshot: _on_snapshot,
+    }
