@@ -6,8 +6,6 @@ never rebuilds a table. Keeps the invariant that no real token is written into t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -15,20 +13,8 @@ from numpy.typing import NDArray
 from engine.events import NULL_BLOCK
 from engine.ops.base import StepInput
 from engine.runner import Plan, Row
+from engine.sampler import PARAMS, SampleRows
 from engine.sequence import Sequence
-
-PARAMS = np.dtype(
-    [(n, "f8") for n in ("temperature", "top_p", "min_p")] + [(n, "i8") for n in ("top_k", "seed", "branch")]
-)
-
-
-@dataclass(slots=True)
-class SampleRows:
-    """The rows that sample, on the host. params [L]: a record of temperature, top_p, min_p, top_k, seed
-    and branch; position int64 [L]: index in its sequence of the token to draw."""
-
-    params: NDArray[np.void]
-    position: NDArray[np.int64]
 
 
 class DeviceRows:

@@ -7,13 +7,27 @@ branch, 0), word token % 4, so a sample never depends on batch, chunk, preemptio
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.batch import SampleRows
-
 _MASK = 0xFFFFFFFF
+
+PARAMS = np.dtype(
+    [(n, "f8") for n in ("temperature", "top_p", "min_p")] + [(n, "i8") for n in ("top_k", "seed", "branch")]
+)
+
+
+@dataclass(slots=True)
+class SampleRows:
+    """The rows that sample, on the host. params [L]: a record of temperature, top_p, min_p, top_k, seed
+    and branch; position int64 [L]: index in its sequence of the token to draw."""
+
+    params: NDArray[np.void]
+    position: NDArray[np.int64]
 
 
 def sample(logits: Tensor, rows: SampleRows) -> tuple[list[int], list[int]]:

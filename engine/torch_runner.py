@@ -30,7 +30,6 @@ from engine.model import Decoder, weight_bytes
 from engine.ops import get_ops
 from engine.params import SamplingParams
 from engine.runner import Plan, Row, StepOutput
-from engine.sampler import sample
 from engine.sequence import Request, Sequence
 from engine.step_cost import StepCost
 
@@ -133,7 +132,7 @@ class TorchRunner:
         clock = _GpuClock() if self.device == "cuda" else None
         logits = self.model.forward(batch, self.cache)
         t2 = time.perf_counter()
-        ids, bad = sample(logits, sampled) if len(logits) else ([], [])
+        ids, bad = self.model.ops.sample(logits, sampled) if len(logits) else ([], [])
         t3 = time.perf_counter()
         output = StepOutput(
             [[] for _ in plan.rows], [], t1 - t0, t2 - t1, t3 - t2, clock.stop() if clock else None

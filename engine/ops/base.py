@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from engine.sampler import SampleRows, sample
+
 
 @dataclass(slots=True)
 class Packed:
@@ -176,6 +178,10 @@ class Ops(ABC):
     @abstractmethod
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """silu(first half) * second half: [T, 2 * intermediate] -> [T, intermediate]."""
+
+    def sample(self, logits: Tensor, rows: SampleRows) -> tuple[list[int], list[int]]:
+        """A token for each row of logits [L, vocab], and the rows whose logits are not finite."""
+        return sample(logits, rows)
 
     # ------------------------------------------------------------------------------ whole blocks
 

@@ -20,6 +20,7 @@ from engine.config import ModelConfig
 from engine.ops import native
 from engine.ops.base import AttentionWeights, MlpWeights, Ops, Packed, RopeTable, State, StepInput, StepPlan
 from engine.ops.threads import ThreadChoice
+from engine.sampler import SampleRows
 
 _BF16, _F32 = 0, 1
 """Modes of kvtop_linear."""
@@ -169,6 +170,25 @@ class NativeCpuOps(Ops):
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.float().chunk(2, dim=-1)
         return (torch.nn.functional.silu(gate) * up).to(self.dtype)
+
+    def sample(self, logits: Tensor, rows: SampleRows) -> tuple[list[int], list[int]]:
+        m, vocab = logits.shape
+        logits = logits.float().contiguous()
+        params, positions = np.ascontiguousarray(rows.params), np.ascontiguousarray(rows.position)
+        threads = min(torch.get_num_threads(), m)
+        ids = torch.empty(m, dtype=torch.int64)
+        self._lib.kvtop_sample(
+            logits.data_ptr(),
+            m,
+            vocab,
+            params.ctypes.data,
+            positions.ctypes.data,
+            self._buffer("sample", threads * 2 * (vocab + 64), torch.float32).data_ptr(),
+            ids.data_ptr(),
+            threads,
+        )
+        tokens = ids.tolist()
+        return tokens, [i for i, token in enumerate(tokens) if token < 0]
 
     # ------------------------------------------------------------------------------ whole blocks
 

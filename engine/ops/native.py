@@ -20,7 +20,7 @@ from pathlib import Path
 
 from engine.builtin import cache_dir
 
-SOURCES = ("linear.c", "attention.c", "block.c")
+SOURCES = ("linear.c", "attention.c", "block.c", "sample.c")
 FLAGS = ("-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-shared", "-fPIC", "-w")
 _NEEDED = {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16"}
 
@@ -115,6 +115,7 @@ def _declare(lib: ctypes.CDLL) -> ctypes.CDLL:
         "kvtop_attention": (step, attention, p),
         "kvtop_attention_block": (step, attention, p, p),
         "kvtop_mlp_block": (step, mlp, p),
+        "kvtop_sample": (p, i, i, p, p, p, p, i),
     }.items():
         function = getattr(lib, name)
         function.argtypes, function.restype = types, None

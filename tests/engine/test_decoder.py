@@ -51,9 +51,8 @@ def test_logits_are_those_of_transformers(case: Case, monkeypatch: pytest.Monkey
         seen.append(logits)
         return logits.argmax(-1).tolist(), []
 
-    monkeypatch.setattr("engine.torch_runner.sample", record)
     runner = case.runner()
-    seen.clear()
+    monkeypatch.setattr(runner.model.ops, "sample", record)
     Driver(runner).generate(case.prompts[-1:], NEW, 32)
     # transformers computes its norms in float32 whatever the dtype, we do not: hence not 1e-12.
     torch.testing.assert_close(

@@ -2,12 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import torch
 
-from engine.batch import PARAMS, SampleRows
-from engine.sampler import cutoffs, gumbel, noise_all, noise_at, philox4x32, sample
+from engine.ops import cpu_native, native
+from engine.sampler import PARAMS, SampleRows, cutoffs, gumbel, noise_all, noise_at, philox4x32
+from engine.sampler import sample as torch_sample
+from tests.engine.tiny import QWEN3
+
+Sample = Callable[[torch.Tensor, SampleRows], tuple[list[int], list[int]]]
+
+
+@pytest.fixture(params=["torch", "native"])
+def sample(request: pytest.FixtureRequest) -> Sample:
+    """Both implementations."""
+    if request.param == "torch":
+        return torch_sample
+    if native.load() is None:
+        pytest.skip("no AVX-512-bf16 or no C compiler here")
+    return cpu_native.NativeCpuOps(torch.device("cpu"), torch.bfloat16, QWEN3).sample
 
 
 def rows(n: int, *, position: int | list[int] = 0, **params: float | list[float]) -> SampleRows:
@@ -114,7 +130,7 @@ def test_equal_logits_are_kept_or_dropped_together() -> None:
         {"temperature": 0.9, "top_k": 20, "top_p": 0.9, "min_p": 0.02},
     ],
 )
-def test_draws_follow_the_filtered_distribution(params: dict[str, float]) -> None:
+def test_draws_follow_the_filtered_distribution(params: dict[str, float], sample: Sample) -> None:
     n, vocab = 20_000, 40
     logits = torch.randn(1, vocab, generator=torch.Generator().manual_seed(3)) * 1.5
     ids, bad = sample(logits.expand(n, -1).contiguous(), rows(n, position=list(range(n)), seed=11, **params))
@@ -131,7 +147,7 @@ def test_draws_follow_the_filtered_distribution(params: dict[str, float]) -> Non
     assert chi2 < degrees * (1 - 2 / (9 * degrees) + 3.72 * (2 / (9 * degrees)) ** 0.5) ** 3
 
 
-def test_a_sample_depends_on_seed_branch_position_and_nothing_else() -> None:
+def test_a_sample_depends_on_seed_branch_position_and_nothing_else(sample: Sample) -> None:
     g = torch.Generator().manual_seed(0)
     logits = torch.randn(8, 5000, generator=g)
     r = rows(8, position=[3, 3, 4, 9, 9, 9, 100, 1], temperature=0.9)
@@ -149,7 +165,7 @@ def test_a_sample_depends_on_seed_branch_position_and_nothing_else() -> None:
     assert backwards[::-1] == together
 
 
-def test_branches_and_positions_draw_differently() -> None:
+def test_branches_and_positions_draw_differently(sample: Sample) -> None:
     logits = torch.zeros(1, 1000).expand(64, -1).contiguous()
     by_position, _ = sample(logits, rows(64, position=list(range(64)), temperature=1.0, seed=9))
     by_branch, _ = sample(logits, rows(64, temperature=1.0, seed=9, branch=list(range(64))))
@@ -157,15 +173,34 @@ def test_branches_and_positions_draw_differently() -> None:
     assert all(len(set(ids)) > 50 for ids in (by_position, by_branch, by_seed))
 
 
-def test_greedy_rows_and_random_rows_share_a_batch() -> None:
+def test_greedy_rows_and_random_rows_share_a_batch(sample: Sample) -> None:
     logits = torch.randn(3, 100, generator=torch.Generator().manual_seed(2))
     ids, _ = sample(logits, rows(3, temperature=[0, 1, 5], top_k=[0, 1, 1], seed=1))
     assert ids == logits.argmax(-1).tolist()
 
 
-def test_rows_that_are_not_finite_are_told() -> None:
+def test_rows_that_are_not_finite_are_told(sample: Sample) -> None:
     logits = torch.zeros(4, 50)
     logits[1, 3] = float("nan")
     logits[3, 0] = float("inf")
     assert sample(logits, rows(4))[1] == [1, 3]
     assert sample(logits, rows(4, temperature=1.0, top_p=0.5))[1] == [1, 3]
+
+
+def test_both_implementations_draw_the_same_tokens() -> None:
+    if native.load() is None:
+        pytest.skip("no AVX-512-bf16 or no C compiler here")
+    native_sample = cpu_native.NativeCpuOps(torch.device("cpu"), torch.bfloat16, QWEN3).sample
+    g = torch.Generator().manual_seed(4)
+    r = np.random.default_rng(4)
+    n = 300
+    for vocab in (50, 1003, 20_000):
+        logits = torch.randn(n, vocab, generator=g) * torch.linspace(0.2, 6, n)[:, None]
+        table = rows(n, position=r.integers(0, 2**20, n).tolist())
+        table.params["temperature"] = r.choice([0, 0.5, 1, 2], n)
+        table.params["top_k"] = r.choice([0, 1, 3, 20, 200, 10**6], n)
+        table.params["top_p"] = r.choice([1, 0.99, 0.8, 0.1, 1e-9], n)
+        table.params["min_p"] = r.choice([0, 0.01, 0.5], n)
+        table.params["seed"] = r.integers(0, 2**63, n)
+        table.params["branch"] = r.integers(0, 50, n)
+        assert native_sample(logits, table) == torch_sample(logits, table)
