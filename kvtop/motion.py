@@ -24,6 +24,8 @@ PER_BLOCK = 0.025
 FLASH = 0.15
 """How long a cell stays bright after the sweep has passed it."""
 SETTLE = 1.2
+"""How long a hit covers even a share count, and pixels of many blocks."""
+AFTERGLOW = 4.0
 """How long a hit stays marked at least, also if its request has finished by then."""
 EVICTED = 0.6
 COPIED = 1.5
@@ -101,7 +103,9 @@ class Motion:
         for sweep in self.sweeps.values():
             view = state.requests.get(sweep.request_id)
             sweep.live = view is not None and view.phase == "running"
-        self.sweeps = {r: s for r, s in self.sweeps.items() if s.live or wall < s.start + s.seconds + SETTLE}
+        self.sweeps = {
+            r: s for r, s in self.sweeps.items() if s.live or wall < s.start + s.seconds + AFTERGLOW
+        }
         self._evicted = {b: until for b, until in self._evicted.items() if wall < until}
         self._copied = [c for c in self._copied if wall < c[2]]
 
@@ -169,5 +173,5 @@ class Motion:
         """Some mark will end by itself: frames are needed although no batch comes."""
         wall = self.wall
         return bool(self._evicted or self._copied) or any(
-            not s.live or s.moving(wall) or wall < s.start + s.seconds + SETTLE for s in self.sweeps.values()
+            s.moving(wall) or wall < s.start + s.seconds + AFTERGLOW for s in self.sweeps.values()
         )

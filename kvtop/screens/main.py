@@ -33,7 +33,7 @@ from kvtop.widgets.hash_table import HashTablePanel
 from kvtop.widgets.header import Header
 from kvtop.widgets.hint import Hint, KeyLine
 from kvtop.widgets.latency import ItlPanel, TtftPanel
-from kvtop.widgets.lines import Lines
+from kvtop.widgets.lines import Kept, Lines
 from kvtop.widgets.log_panel import LogPanel
 from kvtop.widgets.lookup_strip import LookupStrip
 from kvtop.widgets.prefix_cache import PrefixCachePanel
@@ -46,7 +46,15 @@ if TYPE_CHECKING:
     from kvtop.state import DashboardState
 
 
-class Box(Vertical):
+class Row(Kept, Horizontal):
+    """Widgets side by side."""
+
+
+class Column(Kept, Vertical):
+    """Widgets one above the other."""
+
+
+class Box(Column):
     """A frame around one widget; the frame's title is the widget's."""
 
     def __init__(self, widget: Lines, *, id: str) -> None:
@@ -60,7 +68,7 @@ class Box(Vertical):
             self.border_title = title
 
 
-class MainScreen(Screen[None]):
+class MainScreen(Kept, Screen[None]):
     """`paint` shows a state; `selected` is the block whose details are shown."""
 
     AUTO_FOCUS = None
@@ -90,20 +98,20 @@ class MainScreen(Screen[None]):
     def compose(self) -> ComposeResult:
         """Containers for all views; the stylesheet shows those of the current one."""
         yield self.header
-        with Horizontal(id="top"):
-            with Vertical(id="left"):
+        with Row(id="top"):
+            with Column(id="left"):
                 yield Box(self.chat, id="chat-box")
                 yield Box(self.detail, id="detail-box")
             yield Box(self.map, id="map-box")
-            with Vertical(id="side"):
+            with Column(id="side"):
                 yield Box(QueuesPanel(), id="queues-box")
                 yield Box(BudgetPanel(), id="budget-box")
         yield Box(self.strip, id="strip-box")
-        with Horizontal(id="graphs"):
+        with Row(id="graphs"):
             for panel, name in ((TtftPanel, "ttft"), (ItlPanel, "itl"), (ThroughputPanel, "throughput")):
                 yield Box(panel(), id=f"{name}-box")
             yield Box(DevicePanel(), id="device-box")
-        with Horizontal(id="tables"):
+        with Row(id="tables"):
             yield Box(PrefixCachePanel(), id="cache-box")
             yield Box(HashTablePanel(), id="table-box")
             yield Box(EvictionsPanel(), id="evictions-box")
@@ -111,7 +119,7 @@ class MainScreen(Screen[None]):
         yield Box(self.log_panel, id="log-box")
         yield self.caption
         yield self.step_line
-        with Horizontal(id="ask"):
+        with Row(id="ask"):
             yield Label("›", id="mark")
             yield self.prompt
         yield self.hint

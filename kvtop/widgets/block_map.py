@@ -17,6 +17,7 @@ from rich.segment import Segment
 from rich.style import Style
 from textual import events
 from textual.binding import Binding, BindingType
+from textual.geometry import Region
 from textual.message import Message
 from textual.strip import Strip
 
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
 # Codes of a cell, the state's own first: 6 bits, then two overlays.
 FREE, CACHED, FILLING, ACTIVE, SHARED = 0, 1, 2, 10, 11
-HIT, FLASH, EVICTED, HIT_SHARED, VOID = 20, 21, 22, 23, 63
+HIT, FLASH, EVICTED, HIT_SHARED, HIT_CACHED, VOID = 20, 21, 22, 23, 32, 63
 COPY, LINK = 64, 128
 
 _SHARES = "23456789+"
@@ -44,6 +45,7 @@ GLYPHS: dict[int, str] = {
     **{FILLING + i: glyph for i, glyph in enumerate("▁▂▃▄▅▆▇█")},
     **{SHARED + i: glyph for i, glyph in enumerate(_SHARES)},
     **{HIT_SHARED + i: glyph for i, glyph in enumerate(_SHARES)},
+    HIT_CACHED: "▒",
 }
 """One glyph a code: the state can be read without colour."""
 
@@ -57,6 +59,7 @@ _INKS: dict[int, str] = {
     **{FILLING + i: "filling" for i in range(8)},
     **{SHARED + i: "shared" for i in range(9)},
     **{HIT_SHARED + i: "hit" for i in range(9)},
+    HIT_CACHED: "hit",
 }
 """Palette entry of a code."""
 
@@ -189,12 +192,14 @@ class BlockMap(Lines):
         motion = self.motion
         hit = motion.hit() - 1
         if len(hit):
-            # A hit block that was given back meanwhile is cached again, and shows that.
+            # Given back meanwhile, a hit block is cached again: its glyph says so, its colour glows on.
+            codes[hit[codes[hit] == CACHED]] = HIT_CACHED
             codes[hit[codes[hit] == ACTIVE]] = HIT
             codes[np.unique(hit[(codes[hit] >= SHARED) & (codes[hit] < HIT)])] += HIT_SHARED - SHARED
             fresh = motion.fresh() - 1
-            codes[fresh[codes[fresh] >= HIT_SHARED]] = HIT
-            codes[motion.flash() - 1] = FLASH
+            codes[fresh[(codes[fresh] >= HIT_SHARED) & (codes[fresh] < HIT_CACHED)]] = HIT
+            flash = motion.flash() - 1
+            codes[flash[codes[flash] != HIT_CACHED]] = FLASH
         codes[motion.evicted() - 1] = EVICTED
         for pair in motion.copies:
             codes[np.array(pair) - 1] |= COPY
@@ -234,6 +239,7 @@ class BlockMap(Lines):
             changed = np.ones(grid.shape, bool)
         else:
             changed = self._grid != grid
+        regions = []
         pitch, spare = layout.pitch, layout.width - layout.columns * layout.pitch
         for y in np.flatnonzero(changed.any(1)).tolist():
             xs, line = np.flatnonzero(changed[y]), grid[y]
@@ -244,8 +250,12 @@ class BlockMap(Lines):
             if spare:
                 segments.append(Segment(" " * spare, self.base))
             strip = Strip(segments, layout.width)
-            self.set_strip(y * layout.rise, strip, int(xs[0]) * pitch, (int(xs[-1]) + 1) * pitch)
+            self.set_strip(y * layout.rise, strip)
+            first, last = int(xs[0]), int(xs[-1])
+            regions.append(Region(first * pitch, y * layout.rise, (last - first + 1) * pitch, 1))
         self._grid = grid
+        if regions:
+            self.refresh(*regions)
 
     # --------------------------------------------------------------------------- how it looks
 

@@ -1,6 +1,6 @@
 """Hint: the line under the prompt. What the next Enter will do and why, and how far the first eviction is.
 
-One row. KeyLine below it lists the keys that work now; a click on one presses it.
+One row, or two with the reason in the second. KeyLine below it lists the keys that work now; a click on one presses it.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class Hint(Lines):
         self.warns = False
 
     def paint(self, state: DashboardState, now: float) -> None:
-        """The sentence, the reason if it fits, and the distance to the first eviction at the right."""
-        width = self.size.width
+        """The sentence, the reason where it fits, and the distance to the first eviction at the right."""
+        width, height = self.size
         right = self._left(state)
         room = width - 3 - (cell_len(right) + 3 if right else 0)
         if room < 24:
@@ -44,19 +44,22 @@ class Hint(Lines):
             (cut(self.says, room), self.ink("warning" if self.warns else "text")),
         ]
         spare = room - cell_len(self.says)
-        if self.why and spare > 16:
+        if self.why and height == 1 and spare > 16:
             parts.append((cut(f" · {self.why}", spare), muted))
         used = sum(cell_len(t) for t, _ in parts)
         if right:
             parts += [(" " * max(0, width - used - cell_len(right) - 1), muted), (right, muted)]
-        self.set_rows([parts])
+        rows = [parts]
+        if height > 1:
+            rows.append([("  ", muted), (cut(self.why, width - 3), muted)])
+        self.set_rows(rows)
 
     def _left(self, state: DashboardState) -> str:
         if state.started is None:
             return ""
         if state.evictions:
             return f"{count(state.evictions)} evicted so far"
-        return f"{count(state.blocks_until_eviction)} blocks until the first eviction"
+        return f"first eviction in {count(state.blocks_until_eviction)} blocks"
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,12 +9,14 @@ Borders and padding belong to the parent, because `render_lines` here skips Text
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from rich.cells import cell_len
 from rich.segment import Segment
 from rich.style import Style
 from textual import events
+from textual.color import Color
+from textual.filter import ANSIToTruecolor, LineFilter
 from textual.geometry import Region
 from textual.selection import Selection
 from textual.strip import Strip
@@ -31,6 +33,40 @@ Row = tuple[Part, ...]
 """One line of a widget, left to right; shorter rows are padded, longer ones cut at the width."""
 
 
+if TYPE_CHECKING:
+    _Base = Widget
+else:
+    _Base = object  # Textual inherits styles from the first base that is a widget: this must not be one
+
+
+class Kept(_Base):
+    """Mixed into containers: what they rendered last is handed out again until they are refreshed.
+
+    Whenever anything changes, Textual renders all rows of all visible widgets; for frames and plain
+    containers that is most of a frame's cost, and they hardly ever differ.
+    """
+
+    _last: tuple[Region, list[Strip]] | None = None
+
+    def render_lines(self, crop: Region) -> list[Strip]:
+        """As the class beside this one renders them."""
+        if self._last is None or self._last[0] != crop:
+            self._last = crop, super().render_lines(crop)
+        return self._last[1]
+
+    def refresh(
+        self, *regions: Region, repaint: bool = True, layout: bool = False, recompose: bool = False
+    ) -> Self:
+        """Anything that changes the looks comes through here."""
+        self._last = None
+        return super().refresh(*regions, repaint=repaint, layout=layout, recompose=recompose)
+
+    def notify_style_update(self) -> None:
+        """Styles changed."""
+        self._last = None
+        super().notify_style_update()
+
+
 class Lines(Widget):
     """A widget that is a list of rows.
 
@@ -45,6 +81,11 @@ class Lines(Widget):
         super().__init__(id=id, classes=classes)
         self._rows: list[Row | None] = []
         self._strips: list[Strip] = []
+        self._finished: list[Strip] = []
+        """What was handed to the compositor last, filters applied."""
+        self._finished_for: tuple[object, ...] = ()
+        self._unfinished: set[int] = set()
+        """Rows whose finished strip is out of date."""
         self.stale = True
         """Something but the state changed (size, theme, selection): the next frame must paint it."""
         self.base = Style.null()
@@ -71,10 +112,12 @@ class Lines(Widget):
 
     def set_rows(self, rows: Sequence[Iterable[Part]]) -> None:
         """Replace all rows; those beyond the height are dropped."""
-        height = self.size.height
+        width, height = self.size
         self.resize_rows(min(len(rows), height))
-        for y, row in enumerate(rows[:height]):
-            self.set_row(y, row)
+        regions = [self._put(y, row, width) for y, row in enumerate(rows[:height])] if width else []
+        changed = [region for region in regions if region is not None]
+        if changed:
+            self.refresh(*changed)
 
     def set_row(self, y: int, row: Iterable[Part]) -> None:
         """Replace row y, and refresh it from the first part that differs."""
@@ -83,30 +126,37 @@ class Lines(Widget):
             return
         if y >= len(self._rows):
             self.resize_rows(y + 1)
-        new = tuple(part for part in row if part[0])
+        region = self._put(y, row, width)
+        if region is not None:
+            self.refresh(region)
+
+    def _put(self, y: int, row: Iterable[Part], width: int) -> Region | None:
+        new = tuple([part for part in row if part[0]])
         old = self._rows[y]
         if new == old:
-            return
+            return None
         self._rows[y] = new
         base = self.base
         segments = [Segment(text, base + style) for text, style in new]
-        self.set_strip(y, Strip(segments).adjust_cell_length(width, base), _common(old, new) if old else 0)
+        self.set_strip(y, Strip(segments).adjust_cell_length(width, base))
+        start = min(_common(old, new) if old else 0, width - 1)
+        return Region(start, y, width - start, 1)
 
-    def set_strip(self, y: int, strip: Strip, start: int = 0, end: int | None = None) -> None:
-        """Lower level of `set_row`: a finished strip, exactly as wide as the widget, whose cells
-        [start, end) changed."""
+    def set_strip(self, y: int, strip: Strip) -> None:
+        """Lower level of `set_row`: a finished strip, exactly as wide as the widget. The caller
+        refreshes the region that changed."""
         self._strips[y] = strip
-        stop = self.size.width if end is None else end
-        if stop > start:
-            self.refresh(Region(start, y, stop - start, 1))
+        self._unfinished.add(y)
 
     def resize_rows(self, count: int) -> None:
         """Have exactly `count` rows; new ones are blank."""
         have = len(self._strips)
         if count < have:
             del self._rows[count:], self._strips[count:]
+            self._finished_for = ()
             self.refresh(Region(0, count, self.size.width, have - count))
-        else:
+        elif count > have:
+            self._finished_for = ()
             blank = Strip.blank(self.size.width, self.base)
             self._rows += [None] * (count - have)
             self._strips += [blank] * (count - have)
@@ -147,28 +197,45 @@ class Lines(Widget):
 
     def render_line(self, y: int) -> Strip:
         """Row y at full width (Textual asks for it when the mouse selects text)."""
-        width = self.size.width
+        return self._strip_at(y, self.size.width, self.text_selection if self.allow_select else None)
+
+    def _strip_at(self, y: int, width: int, selection: Selection | None) -> Strip:
         strip = self._strips[y] if y < len(self._strips) else Strip.blank(width, self.base)
         if strip.cell_length != width:
             strip = strip.adjust_cell_length(width, self.base)
         if not self.allow_select:
             return strip
-        selection = self.text_selection
         if selection is not None and (span := selection.get_span(y)) is not None:
             strip = self._mark(strip, *span)
         return strip.apply_offsets(0, y)
 
     def render_lines(self, crop: Region) -> list[Strip]:
-        """The kept strips, through the application's filters (NO_COLOR, ANSI colours)."""
-        filters, background = self.get_line_filters(), self.background_colors[1]
-        whole = crop.column_span == (0, self.size.width)
-        strips = []
-        for y in crop.line_range:
-            strip = self.render_line(y)
-            for line_filter in filters:
-                strip = strip.apply_filter(line_filter, background)
-            strips.append(strip if whole else strip.crop(*crop.column_span))
-        return strips
+        """The kept strips through the application's filters (NO_COLOR, the terminal's own colours).
+
+        Textual asks every visible widget for all its rows whenever anything on the screen changed, so
+        the finished list is kept too, and only rows that differ are finished again.
+        """
+        x, y, width, height = crop
+        selection = self.text_selection if self.allow_select else None
+        filters = tuple(f for f in self.get_line_filters() if not self._needless(f))
+        background = self.background_colors[1]
+        if x or y or crop.size != self.size:
+            full = max(self.size.width, x + width)
+            lines = [self._strip_at(row, full, selection) for row in crop.line_range]
+            return [_filtered(line, filters, background).crop(x, x + width) for line in lines]
+        key = (width, height, filters, background, selection, self.base)
+        if key != self._finished_for:
+            self._finished_for = key
+            self._finished = [Strip.blank(0)] * height
+            self._unfinished = set(range(height))
+        for row in self._unfinished:
+            if row < height:
+                self._finished[row] = _filtered(self._strip_at(row, width, selection), filters, background)
+        self._unfinished.clear()
+        return self._finished
+
+    def _needless(self, line_filter: LineFilter) -> bool:
+        return isinstance(line_filter, ANSIToTruecolor) and not self.palette.native
 
     def _mark(self, strip: Strip, start: int, end: int) -> Strip:
         text = strip.text
@@ -190,6 +257,12 @@ class Lines(Widget):
     def selection_updated(self, selection: Selection | None) -> None:
         """Repaint with the new selection."""
         self.refresh()
+
+
+def _filtered(strip: Strip, filters: Iterable[LineFilter], background: Color) -> Strip:
+    for line_filter in filters:
+        strip = strip.apply_filter(line_filter, background)
+    return strip
 
 
 def _common(old: Row, new: Row) -> int:

@@ -20,8 +20,10 @@ if TYPE_CHECKING:
     from kvtop.state import DashboardState
 
 _BARS = "▁▂▃▄▅▆▇█"
-_POINTS = 12
+_POINTS = 8
 """Newest gaps between tokens in the sparkline."""
+_LEAST = 40
+"""Cells of the budget's words and its shortest bar, beside the figures."""
 _WINDOW = 30.0
 """Seconds over which p50 is taken."""
 
@@ -37,7 +39,8 @@ class StepLine(Lines):
             return
         itl, out = self._itl(state), self._next_out(state, 3 if width < 110 else 6)
         tails = [t for t in (itl, out) if t]
-        while tails and 46 + sum(3 + _cells(t) for t in tails) > width:
+        head = _LEAST + 2 * len(count(state.completed.budget if state.completed is not None else 0))
+        while tails and head + sum(3 + _cells(t) for t in tails) > width:
             tails.pop()
         bar = self._budget(state, width - sum(3 + _cells(t) for t in tails) - 1)
         row = list(bar)
