@@ -6,6 +6,7 @@ engine thread. A step is copies, forward, sampling, in this order and never spli
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable
@@ -46,9 +47,11 @@ def build(config: EngineConfig, progress: Progress, files: ModelFiles | None = N
     """
     from engine import hub, loader
 
-    _, dtype = choose(config)
+    device, dtype = choose(config)
     if files is None:
         files = hub.resolve(config.model, revision=config.revision, progress=progress)
+    if device.type == "cpu":
+        check_cpu_memory(_stored_values(files) * dtype.itemsize, None, cpu_free_bytes())
     loaded = loader.load(files, dtype=dtype, progress=progress)
     return TorchRunner.from_weights(loaded.config, loaded.weights, config, progress)
 
@@ -183,6 +186,16 @@ def cores() -> int:
         return len(os.sched_getaffinity(0))
     except AttributeError:
         return os.cpu_count() or 1
+
+
+def _stored_values(files: ModelFiles) -> int:
+    """Weights in the files, each counted once: what will be in memory after loading, before it is."""
+    from engine import gguf_file, safetensors_file
+
+    if files.kind == "gguf":
+        return sum(math.prod(t.shape) for t in gguf_file.read(files.weights[0]).tensors.values())
+    shapes = safetensors_file.open_shards(files.weights, files.weight_map).shapes
+    return sum(math.prod(shape) for shape in shapes.values())
 
 
 def _profile_gpu(model: Decoder, config: EngineConfig) -> int:

@@ -1,4 +1,4 @@
-"""CpuOps: oneDNN linears with packed weights, paged attention on torch.
+"""CpuOps: oneDNN linears with packed weights, paged attention on torch. For any CPU and dtype but float64.
 
 torch re-packs a linear's weight on every call; packing once makes decode linears 2.3 to 3.8 times as
 fast. The packing ops are private to torch (Inductor's freezing uses them), so what fails falls back to
@@ -7,15 +7,36 @@ fast. The packing ops are private to torch (Inductor's freezing uses them), so w
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
-from engine.ops.base import AttentionWeights, Packed, StepPlan
+from engine.ops.base import AttentionWeights, Packed, RopeTable, StepInput, StepPlan
 from engine.ops.reference import ReferenceOps
 
 
+@dataclass(slots=True)
+class _Plan(StepPlan):
+    """decodes int64 [D]: sequences with one query, attended to together."""
+
+    decodes: Tensor
+    gathered: tuple[Tensor, Tensor, Tensor] | None = None
+
+    def gather(self, block_size: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Of `decodes`: blocks [D, most blocks], slots past the end bool [D, most slots], query rows [D]."""
+        if self.gathered is None:
+            b = self.batch
+            lens = b.kv_lens[self.decodes]
+            most = -(-int(lens.max()) // block_size)
+            blocks = b.tables[b.rows[self.decodes].long(), :most]
+            beyond = torch.arange(most * block_size) >= lens[:, None]
+            self.gathered = blocks, beyond, b.q_starts[self.decodes].long()
+        return self.gathered
+
+
 class CpuOps(ReferenceOps):
-    """bfloat16 and float32 on a CPU."""
+    """bfloat16 and float32."""
 
     name = "cpu"
 
@@ -30,34 +51,53 @@ class CpuOps(ReferenceOps):
             return out
         return torch.nn.functional.linear(x, w.data, w.bias)
 
+    def plan(self, batch: StepInput, rope: RopeTable) -> _Plan:
+        single = [i for i, n in enumerate(batch.q_lens) if n == 1]
+        mean = sum(batch.kv_lens_host[i] for i in single) / max(1, len(single))
+        # One much longer sequence would make all of them as long: it goes alone.
+        decodes = torch.tensor([i for i in single if batch.kv_lens_host[i] <= 2 * mean], dtype=torch.int64)
+        return _Plan(batch, rope, decodes)
+
     def attention(self, q: Tensor, kv: Tensor, w: AttentionWeights, plan: StepPlan) -> Tensor:
+        assert isinstance(plan, _Plan)
         b = plan.batch
         out = torch.empty_like(q)
-        block_size = kv.shape[3]
+        self._decode(q, kv, w, plan, out)
+        together = set(plan.decodes.tolist())
         groups = w.heads // w.kv_heads
         first = 0
-        for row, n, length in zip(b.rows.tolist(), b.q_lens, b.kv_lens_host, strict=True):
-            blocks = b.tables[row, : -(-length // block_size)]
-            k, v = (
-                half.index_select(0, blocks).transpose(0, 1).flatten(1, 2)[:, :length]
-                for half in kv.unbind(0)
-            )
-            # The query heads of one KV head stand as rows: torch's own enable_gqa is 30 times slower.
-            rows = (
-                q[first : first + n].view(n, w.kv_heads, groups, w.head_dim).permute(1, 2, 0, 3).flatten(1, 2)
-            )
-            mask = None
-            if n > 1:
-                key = torch.arange(length, device=q.device)
-                mask = (key <= torch.arange(length - n, length)[:, None]).repeat(groups, 1)
-            y = torch.nn.functional.scaled_dot_product_attention(
-                rows[None], k[None], v[None], attn_mask=mask
-            )[0]
-            out[first : first + n] = (
-                y.view(w.kv_heads, groups, n, w.head_dim).permute(2, 0, 1, 3).flatten(1, 2)
-            )
+        for i, (row, n, length) in enumerate(zip(b.rows.tolist(), b.q_lens, b.kv_lens_host, strict=True)):
+            if i not in together:
+                blocks = b.tables[row, : -(-length // kv.shape[3])]
+                k, v = (half[blocks].transpose(0, 1).flatten(1, 2)[:, :length] for half in kv.unbind(0))
+                rows = q[first : first + n].view(n, w.kv_heads, groups, w.head_dim).permute(1, 2, 0, 3)
+                mask = None
+                if n > 1:
+                    mask = torch.arange(length) <= torch.arange(length - n, length)[:, None]
+                    mask = mask.repeat(groups, 1)
+                y = _sdpa(rows.flatten(1, 2)[None], k[None], v[None], attn_mask=mask)
+                y = y.view(w.kv_heads, groups, n, w.head_dim).permute(2, 0, 1, 3)
+                out[first : first + n] = y.flatten(1, 2)
             first += n
         return out
+
+    def _decode(self, q: Tensor, kv: Tensor, w: AttentionWeights, plan: _Plan, out: Tensor) -> None:
+        """Sequences with one query, all together over gathered and padded keys."""
+        count = len(plan.decodes)
+        if not count:
+            return
+        blocks, beyond, queries = plan.gather(kv.shape[3])
+        # What lies past a sequence's end may be NaN, which no mask takes away: it becomes zero.
+        k, v = (
+            half[blocks].transpose(1, 2).flatten(2, 3).masked_fill_(beyond[:, None, :, None], 0)
+            for half in kv.unbind(0)
+        )
+        # The query heads of one KV head stand as rows: torch's own enable_gqa is 30 times slower.
+        rows = q[queries].view(count, w.kv_heads, -1, w.head_dim)
+        out[queries] = _sdpa(rows, k, v, attn_mask=~beyond[:, None, None]).flatten(1, 2)
+
+
+_sdpa = torch.nn.functional.scaled_dot_product_attention
 
 
 def _reorder(weight: Tensor) -> Tensor:
