@@ -119,7 +119,7 @@ class KvtopApp(App[int]):
         self._applied = (-1, -1)
         self._told_errors = 0
         self._moved_at = self._painted_at = float("-inf")
-        self._standing = self._running_known = False
+        self._standing = self._running_known = self._owed = False
         self._waking = False
         self._clock: Timer | None = None
         self._fast: Timer | None = None
@@ -276,8 +276,8 @@ class KvtopApp(App[int]):
         rest = wall - self._painted_at
         settling = rest >= 0.5 and (wall - self._moved_at < SETTLING or self.playing)
         ageing = self.main.selected is not None and rest >= 1.0 and not self.frozen
-        if moved or standing or was or settling or ageing or self.main.stale:
-            self.paint()
+        if moved or standing or was or settling or ageing or self._owed or self.main.stale:
+            self._frame(wall, every=False)
 
     def _set_pace(self) -> None:
         assert self._fast is not None
@@ -330,14 +330,17 @@ class KvtopApp(App[int]):
         self._told_errors = len(errors)
 
     def paint(self) -> None:
-        """One frame."""
+        """One frame of everything, at once."""
+        self._frame(self.wall(), every=True)
+
+    def _frame(self, wall: float, every: bool) -> None:
         main, state, now = self.main, self.state, self.now
         main.map.touch(state.take_dirty())
         main.header.badges = signs.badges(self)
         main.key_line.keys = signs.keys(self)
         signs.tell_next(self)
-        main.paint(state, now)
-        self._painted_at = self.wall()
+        self._owed = main.paint(state, now, wall, every)
+        self._painted_at = wall
         self.frames += 1
 
     # ------------------------------------------------------------------------------------ keys

@@ -36,6 +36,7 @@ from kvtop.widgets.latency import ItlPanel, TtftPanel
 from kvtop.widgets.lines import Kept, Lines
 from kvtop.widgets.log_panel import LogPanel
 from kvtop.widgets.lookup_strip import LookupStrip
+from kvtop.widgets.panel import Panel, Scrolling
 from kvtop.widgets.prefix_cache import PrefixCachePanel
 from kvtop.widgets.prompt import Prompt
 from kvtop.widgets.queues import QueuesPanel
@@ -92,6 +93,8 @@ class MainScreen(Kept, Screen[None]):
         self.hint, self.key_line = Hint(id="hint"), KeyLine(id="keys")
         self.log_panel = LogPanel(captured, id="log")
         self._hovered: frozenset[int] = frozenset()
+        self._lines: list[Lines] = []
+        self._boxes: list[Box] = []
 
     # ------------------------------------------------------------------------------- structure
 
@@ -127,6 +130,7 @@ class MainScreen(Kept, Screen[None]):
 
     def on_mount(self) -> None:
         """Start in the mode that fits the source."""
+        self._lines, self._boxes = list(self.query(Lines)), list(self.query(Box))
         self.set_class(not self.live, "-replay")
         self.show_view(self.view)
         self.fit_terminal(*self.app.size)
@@ -173,19 +177,26 @@ class MainScreen(Kept, Screen[None]):
 
     # ------------------------------------------------------------------------------- painting
 
-    def paint(self, state: DashboardState, now: float) -> None:
-        """Paint every widget that is on the screen."""
-        for widget in self.query(Lines):
-            if widget.is_attached and _shown(widget):
+    def paint(self, state: DashboardState, now: float, wall: float, every: bool) -> bool:
+        """Paint the widgets that are on the screen: those whose period is over at `wall`, or `every`
+        one. Returns True if some still owe a frame."""
+        owed = False
+        for widget in self._lines:
+            if not _shown(widget):
+                continue
+            if every or widget.stale or wall - widget.painted_at >= _period(widget):
                 widget.paint(state, now)
-                widget.stale = False
-        for box in self.query(Box):
+                widget.stale, widget.painted_at = False, wall
+            else:
+                owed = True
+        for box in self._boxes:
             box.retitle()
+        return owed
 
     @property
     def stale(self) -> bool:
         """Some widget asked for a frame."""
-        return any(w.stale and _shown(w) for w in self.query(Lines))
+        return any(w.stale and _shown(w) for w in self._lines)
 
     # ----------------------------------------------------------------------- focus and key mode
 
@@ -253,6 +264,13 @@ class MainScreen(Kept, Screen[None]):
             self._point(lookup.physical(lookup.table_of(self.state, view), event.indices), event.clicked)
             if event.clicked and isinstance(event, Chat.Pointed):
                 self.strip.picked = event.request_id
+
+
+def _period(widget: Lines) -> float:
+    """Graphs ten times, tables five times a second."""
+    if isinstance(widget, Panel):
+        return 0.2 if isinstance(widget, Scrolling) else 0.1
+    return widget.PERIOD
 
 
 def _shown(widget: Widget) -> bool:

@@ -34,6 +34,8 @@ class Badge:
 class Header(Lines):
     """`badges` are set by whoever drives the source."""
 
+    PERIOD = 0.2
+
     def __init__(self, *, id: str | None = None) -> None:
         super().__init__(id=id)
         self.badges: Sequence[Badge] = ()

@@ -9,7 +9,7 @@ Borders and padding belong to the parent, because `render_lines` here skips Text
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, ClassVar, Self
 
 from rich.cells import cell_len
 from rich.segment import Segment
@@ -76,6 +76,8 @@ class Lines(Widget):
 
     DEFAULT_CSS = "Lines { width: 1fr; height: 1fr; }"
     ALLOW_SELECT = False
+    PERIOD: ClassVar[float] = 0.0
+    """Least seconds between two frames of this widget: figures that change faster cannot be read."""
 
     def __init__(self, *, id: str | None = None, classes: str | None = None) -> None:
         super().__init__(id=id, classes=classes)
@@ -88,6 +90,9 @@ class Lines(Widget):
         """Rows whose finished strip is out of date."""
         self.stale = True
         """Something but the state changed (size, theme, selection): the next frame must paint it."""
+        self._palette: Palette | None = None
+        self.painted_at = float("-inf")
+        """Wall clock of its last frame, kept by the screen."""
         self.base = Style.null()
         """The widget's own colours, under every part's style."""
 
@@ -99,7 +104,9 @@ class Lines(Widget):
     @property
     def palette(self) -> Palette:
         """Styles of the theme in force."""
-        return self.app.palette  # type: ignore[attr-defined]
+        if self._palette is None:
+            self._palette = self.app.palette  # type: ignore[attr-defined]
+        return self._palette
 
     def ink(self, name: str) -> Style:
         """The palette's style for a block state, mark, graph or word ("free", "hit", "ttft", "muted")."""
@@ -164,6 +171,7 @@ class Lines(Widget):
     def forget(self) -> None:
         """Drop what is known of the rows (theme or size changed): the next paint renews each. The
         old strips stay on the screen until then."""
+        self._palette = None
         self.base = self._current_base()
         self._rows = [None] * len(self._rows)
         self.wake()
