@@ -35,6 +35,7 @@ from kvtop.widgets.evictions import EvictionsPanel
 from kvtop.widgets.hash_table import HashTablePanel
 from kvtop.widgets.latency import ItlPanel, TtftPanel
 from kvtop.widgets.log_panel import LogPanel
+from kvtop.widgets.memory import MemoryPanel
 from kvtop.widgets.panel import Panel
 from kvtop.widgets.prefix_cache import PrefixCachePanel, steps_in_time
 from kvtop.widgets.queues import QueuesPanel
@@ -47,6 +48,7 @@ PANELS: tuple[type[Panel], ...] = (
     BudgetPanel,
     TtftPanel,
     ItlPanel,
+    MemoryPanel,
     PrefixCachePanel,
     HashTablePanel,
     EvictionsPanel,

@@ -52,6 +52,9 @@ class Slots:
         return len(piece) == self.length and not any(o is not None for o in piece)
 
 
+ACTS = st.sampled_from(["come", "write", "go"])
+
+
 def drive(plan: list[tuple[str, int, int]], slots: int, length: int) -> None:
     twin, memory = NaiveTwin(slots, length), Slots(slots, length)
     tokens: dict[int, int] = {}
