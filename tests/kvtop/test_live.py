@@ -94,7 +94,7 @@ async def test_enter_goes_through_the_examples() -> None:
     async with live() as shown:
         app = shown.app
         assert "Enter sends example 1 of 5: a question about a page of 1,000 tokens" in shown.hint
-        assert "blocks until the first eviction" in shown.hint
+        assert "first eviction in 545 blocks" in shown.hint
         await shown.pilot.press(*["enter"] * 5)
         await shown.finished(*range(1, 13))
         views = app.state.requests
