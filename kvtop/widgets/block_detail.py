@@ -65,14 +65,14 @@ class BlockDetail(Lines):
         chain = "none yet: only full blocks have one" if info.hash is None else info.hash[:8]
         if info.hash is not None and info.parent is not None:
             chain += f"   after {info.parent[:8]}"
-        age = f"{span(max(0.0, info.age_s + now - state.t))}   read {count(info.hits)} times"
+        age = f"{span(max(0.0, info.age_s + now - state.t))}   read {count(info.hits)}×"
         place = "in use: cannot be taken" if info.eviction_place is None else self._place(info)
         return [
             ("state", f"{name} · {info.fill} of {state.block_size} slots filled", self.ink(name)),
             ("refs", refs, text),
             ("hash", chain, text),
             ("age", "never used" if info.state == 0 and not info.age_s and not info.fill else age, text),
-            ("out", place, text),
+            ("evict", place, text),
         ]
 
     def _place(self, info: BlockInfo) -> str:

@@ -91,10 +91,10 @@ class BlockMap(Lines):
 
     can_focus = True
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("left,h", "walk(-1, 0)", "Walk", show=False),
-        Binding("right,l", "walk(1, 0)", "Walk", show=False),
-        Binding("up,k", "walk(0, -1)", "Walk", show=False),
-        Binding("down,j", "walk(0, 1)", "Walk", show=False),
+        Binding("left,h", "walk(-1, 0)", "Walk over the blocks", show=False),
+        Binding("right,l", "walk(1, 0)", "", show=False),
+        Binding("up,k", "walk(0, -1)", "", show=False),
+        Binding("down,j", "walk(0, 1)", "", show=False),
     ]
 
     @dataclass

@@ -36,12 +36,12 @@ class Chat(Lines):
     ALLOW_SELECT = True
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("up,k", "scroll_lines(1)", "Scroll", show=False),
-        Binding("down,j", "scroll_lines(-1)", "Scroll", show=False),
-        Binding("pageup", "scroll_lines(10)", "Scroll", show=False),
-        Binding("pagedown", "scroll_lines(-10)", "Scroll", show=False),
-        Binding("home", "scroll_lines(1000000)", "Top", show=False),
-        Binding("end", "scroll_lines(-1000000)", "Follow", show=False),
-        Binding("e", "fold", "Unfold page", show=False),
+        Binding("down,j", "scroll_lines(-1)", "", show=False),
+        Binding("pageup", "scroll_lines(10)", "", show=False),
+        Binding("pagedown", "scroll_lines(-10)", "", show=False),
+        Binding("home", "scroll_lines(1000000)", "Oldest", show=False),
+        Binding("end", "scroll_lines(-1000000)", "Newest, and follow", show=False),
+        Binding("e", "fold", "Unfold the attached page", show=False),
     ]
 
     @dataclass

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 INDENT = 3
 """Cells left of an answer."""
 _FOLDED_PROMPT = 6
-"""Lines of a prompt without roles that are shown folded."""
+"""Lines of a question that are shown folded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +101,9 @@ class Layouter:
         chip = self._chip(view, page) if page is not None else []
         lines = wrap(question.text.strip("\n") or " ", max(1, self.width - indent))
         offset = len(question.text) - len(question.text.lstrip("\n"))
-        if not view.spans and not self.unfolded:
-            lines = lines[:_FOLDED_PROMPT]
+        more = 0 if self.unfolded else max(0, len(lines) - _FOLDED_PROMPT)
+        if more > 1:
+            lines = lines[:-more]
         for n, (start, end) in enumerate(lines):
             start, end = start + offset, end + offset
             lead = [(head, self.ink("muted"))] if n == 0 else [(" " * indent, bold)]
@@ -113,6 +114,8 @@ class Layouter:
             if n == 0 and chip and used + 2 <= self.width:
                 line.parts, line.fold = chip, True
             yield line
+        if more > 1:
+            yield Line([(" " * indent, bold)], [(f"… {more} more lines ▸", self.ink("muted"))], fold=True)
 
     def _question(self, view: RequestView) -> Passage:
         turns = [s for s in view.spans if s[2] == "user"]

@@ -34,8 +34,8 @@ class LookupStrip(Lines):
 
     can_focus = True
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("left,h", "walk(-1)", "Walk", show=False),
-        Binding("right,l", "walk(1)", "Walk", show=False),
+        Binding("left,h", "walk(-1)", "Walk along the prompt", show=False),
+        Binding("right,l", "walk(1)", "", show=False),
     ]
 
     @dataclass
