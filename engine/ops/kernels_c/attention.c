@@ -24,19 +24,22 @@ static inline void locate(const Step *s, const Attention *w, int seq, int64_t kv
 
 /* ------------------------------------------------------------------------------------------- decode */
 
-/* Lane i of the result: the sum over v[i]'s lanes. */
-static inline __m512 sums(__m512 v[16]) {
-#define QUAD(a, b) _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xDD))
-  for (int i = 0; i < 16; i += 4) {
-    __m512 a = _mm512_add_ps(_mm512_unpacklo_ps(v[i], v[i + 1]), _mm512_unpackhi_ps(v[i], v[i + 1]));
-    __m512 b = _mm512_add_ps(_mm512_unpacklo_ps(v[i + 2], v[i + 3]), _mm512_unpackhi_ps(v[i + 2], v[i + 3]));
-    __m512d lo = _mm512_unpacklo_pd(_mm512_castps_pd(a), _mm512_castps_pd(b));
-    __m512d hi = _mm512_unpackhi_pd(_mm512_castps_pd(a), _mm512_castps_pd(b));
-    v[i / 4] = _mm512_add_ps(_mm512_castpd_ps(lo), _mm512_castpd_ps(hi));
+/* Lane i of the result: v[i]'s lanes joined by `op`. Sixteen reductions for the price of four. */
+#define REDUCE_16(name, op)                                                                                    \
+  static inline __m512 name(__m512 v[16]) {                                                                    \
+    for (int i = 0; i < 16; i += 4) {                                                                          \
+      __m512 a = op(_mm512_unpacklo_ps(v[i], v[i + 1]), _mm512_unpackhi_ps(v[i], v[i + 1]));                   \
+      __m512 b = op(_mm512_unpacklo_ps(v[i + 2], v[i + 3]), _mm512_unpackhi_ps(v[i + 2], v[i + 3]));           \
+      __m512d lo = _mm512_unpacklo_pd(_mm512_castps_pd(a), _mm512_castps_pd(b));                               \
+      __m512d hi = _mm512_unpackhi_pd(_mm512_castps_pd(a), _mm512_castps_pd(b));                               \
+      v[i / 4] = op(_mm512_castpd_ps(lo), _mm512_castpd_ps(hi));                                               \
+    }                                                                                                          \
+    __m512 a = op(_mm512_shuffle_f32x4(v[0], v[1], 0x88), _mm512_shuffle_f32x4(v[0], v[1], 0xDD));             \
+    __m512 b = op(_mm512_shuffle_f32x4(v[2], v[3], 0x88), _mm512_shuffle_f32x4(v[2], v[3], 0xDD));             \
+    return op(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xDD));                             \
   }
-  return QUAD(QUAD(v[0], v[1]), QUAD(v[2], v[3]));
-#undef QUAD
-}
+REDUCE_16(sums, _mm512_add_ps)
+REDUCE_16(maxima, _mm512_max_ps)
 
 /* p[j] . v[j] over `count` keys (a multiple of 16) for the 32 dimensions from d; heads at most 8. */
 static inline __attribute__((always_inline)) void weigh(const int heads, const bf16 *p, const bf16 **v, int count,
@@ -178,26 +181,38 @@ static void pack_block(const bf16 **k, const bf16 **v, int count, int64_t dim, b
     }
 }
 
-/* Softmax over one key block of a row of scores: keys from `limit` on are masked. Updates maximum and
- * denominator, writes the weights as bf16, returns the factor for what was summed before. */
-static inline float soften(float *score, int count, int limit, float scale, float *max, float *sum, bf16 *p) {
-  __m512 top = _mm512_set1_ps(-INFINITY), total = _mm512_setzero_ps();
-  for (int j = 0; j < count; j += 16) {
-    __mmask16 past = limit - j >= 16 ? 0 : limit <= j ? 0xFFFF : (__mmask16)(0xFFFF << (limit - j));
-    __m512 x = _mm512_mul_ps(_mm512_load_ps(score + j), _mm512_set1_ps(scale));
-    x = _mm512_mask_mov_ps(x, past, _mm512_set1_ps(-INFINITY));
-    _mm512_store_ps(score + j, x);
-    top = _mm512_max_ps(top, x);
+/* Softmax over one key block for `rows` rows of scores, KEYS apart; a row sees keys below its limit. Updates
+ * maxima and denominators (lane: row), writes the weights as bf16, returns the factors for what was
+ * summed before. */
+static inline __m512 soften(float *score, int rows, int count, const int *limit, float scale, __m512 *max,
+                            __m512 *sum, bf16 *p) {
+  __m512 v[16];
+  float now[16] __attribute__((aligned(64)));
+  for (int i = 0; i < 16; i++) v[i] = _mm512_setzero_ps();
+  for (int i = 0; i < rows; i++) {
+    float *row = score + i * KEYS;
+    for (int j = limit[i] < 0 ? 0 : limit[i] / 16 * 16; j < count; j += 16) {
+      __mmask16 past = limit[i] <= j ? 0xFFFF : (__mmask16)(0xFFFF << (limit[i] - j));
+      _mm512_mask_store_ps(row + j, past, _mm512_set1_ps(-INFINITY));
+    }
+    v[i] = _mm512_load_ps(row);
+    for (int j = 16; j < count; j += 16) v[i] = _mm512_max_ps(v[i], _mm512_load_ps(row + j));
   }
-  float now = fmaxf(*max, _mm512_reduce_max_ps(top));
-  for (int j = 0; j < count; j += 16) {
-    __m512 e = exp2_neg(_mm512_sub_ps(_mm512_load_ps(score + j), _mm512_set1_ps(now)));
-    total = _mm512_add_ps(total, e);
-    narrow(p + j, e);
+  __m512 new = _mm512_max_ps(*max, _mm512_mul_ps(maxima(v), _mm512_set1_ps(scale)));
+  _mm512_store_ps(now, new);
+  for (int i = 0; i < rows; i++) {
+    v[i] = _mm512_setzero_ps();
+    for (int j = 0; j < count; j += 16) {
+      __m512 x = _mm512_load_ps(score + i * KEYS + j);
+      x = exp2_neg(_mm512_fmsub_ps(x, _mm512_set1_ps(scale), _mm512_set1_ps(now[i])));
+      v[i] = _mm512_add_ps(v[i], x);
+      narrow(p + i * KEYS + j, x);
+    }
   }
-  float factor = exp2f(*max - now);
-  *sum = *sum * factor + _mm512_reduce_add_ps(total);
-  *max = now;
+  for (int i = rows; i < 16; i++) v[i] = _mm512_setzero_ps();
+  __m512 factor = exp2_neg(_mm512_sub_ps(*max, new));
+  *sum = _mm512_fmadd_ps(*sum, factor, sums(v));
+  *max = new;
   return factor;
 }
 
@@ -207,25 +222,25 @@ static void prefill_tile(const Step *s, const Attention *w, int seq, int64_t kv_
   int64_t before = s->kv_lens[seq] - n, end = before + (first + rows - 1) / group + 1;
   bf16 q[ROWS * MAX_DIM] __attribute__((aligned(64))), p[ROWS * KEYS] __attribute__((aligned(64)));
   float score[ROWS * KEYS] __attribute__((aligned(64))), acc[ROWS * MAX_DIM] __attribute__((aligned(64)));
-  float part[ROWS * PANEL] __attribute__((aligned(64))), max[ROWS], sum[ROWS], factor[ROWS];
+  float part[ROWS * PANEL] __attribute__((aligned(64))), factor[16] __attribute__((aligned(64)));
+  int64_t from[ROWS];
+  int limit[ROWS];
+  __m512 max = _mm512_set1_ps(-INFINITY), sum = _mm512_setzero_ps();
   for (int i = 0; i < rows; i++) {
     int64_t token = s->q_starts[seq] + (first + i) / group, head = kv_head * group + (first + i) % group;
-    memcpy(q + i * dim, s->q + (token * w->heads + head) * dim, dim * 2);
-    max[i] = -INFINITY, sum[i] = 0;
+    from[i] = (token * w->heads + head) * dim;
+    memcpy(q + i * dim, s->q + from[i], dim * 2);
   }
   memset(acc, 0, rows * dim * sizeof *acc);
   for (int64_t key = 0; key < end; key += KEYS) {
     int64_t at = ((s->part_start[seq] + key / KEYS) * w->kv_heads + kv_head) * KEYS * dim;
     int count = end - key < KEYS ? (end - key + 31) / 32 * 32 : KEYS;
-    for (int c = 0; c < count; c += PANEL) {
-      dot_tile(rows, q, dim, s->keys + at + c * dim, 0, dim / 2, part);
-      for (int i = 0; i < rows; i++) memcpy(score + i * KEYS + c, part + i * PANEL, PANEL * 4);
-    }
-    for (int i = 0; i < rows; i++)
-      factor[i] = soften(score + i * KEYS, count, before + (first + i) / group + 1 - key, LOG2E / sqrtf(dim),
-                         max + i, sum + i, p + i * KEYS);
+    for (int c = 0; c < count; c += PANEL)
+      dot_tile(rows, q, dim, s->keys + at + c * dim, 0, dim / 2, score + c, KEYS);
+    for (int i = 0; i < rows; i++) limit[i] = before + (first + i) / group + 1 - key;
+    _mm512_store_ps(factor, soften(score, rows, count, limit, LOG2E / sqrtf(dim), &max, &sum, p));
     for (int64_t d = 0; d < dim; d += PANEL) {
-      dot_tile(rows, p, KEYS, s->values + at + d * KEYS, 0, count / 2, part);
+      dot_tile(rows, p, KEYS, s->values + at + d * KEYS, 0, count / 2, part, PANEL);
       for (int i = 0; i < rows; i++)
         for (int c = 0; c < PANEL; c += 16) {
           float *to = acc + i * dim + d + c;
@@ -234,12 +249,10 @@ static void prefill_tile(const Step *s, const Attention *w, int seq, int64_t kv_
         }
     }
   }
-  for (int i = 0; i < rows; i++) {
-    int64_t token = s->q_starts[seq] + (first + i) / group, head = kv_head * group + (first + i) % group;
+  _mm512_store_ps(factor, sum);
+  for (int i = 0; i < rows; i++)
     for (int64_t d = 0; d < dim; d += 16)
-      narrow(s->y + (token * w->heads + head) * dim + d,
-             _mm512_div_ps(_mm512_load_ps(acc + i * dim + d), _mm512_set1_ps(sum[i])));
-  }
+      narrow(s->y + from[i] + d, _mm512_div_ps(_mm512_load_ps(acc + i * dim + d), _mm512_set1_ps(factor[i])));
 }
 
 static void prefill(const Step *s, const Attention *w, const bf16 *k_cache, const bf16 *v_cache) {

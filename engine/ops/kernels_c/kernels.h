@@ -59,9 +59,10 @@ void linear_rows(const bf16 *x, const Linear *w, void *out, int64_t m, int mode)
 void prepare_rows(const Step *s, const Attention *w, bf16 *k_cache, bf16 *v_cache);
 void attend(const Step *s, const Attention *w, const bf16 *k_cache, const bf16 *v_cache);
 
-/* out[r][c] = sum over k of a[r][k] * b[k][c] for `rows` rows (at most 6 with two panels, 12 with one);
- * out has 64 floats a row with two panels, else 32. b1 may be NULL. lda in elements. */
-void dot_tile(int rows, const bf16 *a, int64_t lda, const bf16 *b0, const bf16 *b1, int64_t kp, float *out);
+/* out[r][c] = sum over k of a[r][k] * b[k][c] for `rows` rows (at most 6 with two panels, 12 with one) and
+ * the columns of b0, then of b1 (may be NULL). lda and ldo: elements from row to row. */
+void dot_tile(int rows, const bf16 *a, int64_t lda, const bf16 *b0, const bf16 *b1, int64_t kp, float *out,
+              int64_t ldo);
 
 static inline __m512 widen(const bf16 *p) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const void *)p)), 16));

@@ -24,7 +24,7 @@ void kvtop_pack(const bf16 *weight, int64_t n, int64_t k, bf16 *out) {
 /* Accumulators stay in registers because `rows` and `panels` are constants at every call. */
 static inline __attribute__((always_inline)) void tile(const int rows, const int panels, const bf16 *a,
                                                        int64_t lda, const bf16 *b0, const bf16 *b1,
-                                                       int64_t kp, float *out) {
+                                                       int64_t kp, float *out, int64_t ldo) {
   __m512 acc[ROWS][4];
 #pragma GCC unroll 12
   for (int r = 0; r < rows; r++)
@@ -48,12 +48,13 @@ static inline __attribute__((always_inline)) void tile(const int rows, const int
 #pragma GCC unroll 12
   for (int r = 0; r < rows; r++)
 #pragma GCC unroll 4
-    for (int c = 0; c < 2 * panels; c++) _mm512_storeu_ps(out + r * PANEL * panels + c * 16, acc[r][c]);
+    for (int c = 0; c < 2 * panels; c++) _mm512_storeu_ps(out + r * ldo + c * 16, acc[r][c]);
 }
 
-void dot_tile(int rows, const bf16 *a, int64_t lda, const bf16 *b0, const bf16 *b1, int64_t kp, float *out) {
+void dot_tile(int rows, const bf16 *a, int64_t lda, const bf16 *b0, const bf16 *b1, int64_t kp, float *out,
+              int64_t ldo) {
 #define CASE(r, p) \
-  case r: return tile(r, p, a, lda, b0, b1, kp, out);
+  case r: return tile(r, p, a, lda, b0, b1, kp, out, ldo);
   if (b1) switch (rows) { CASE(1, 2) CASE(2, 2) CASE(3, 2) CASE(4, 2) CASE(5, 2) CASE(6, 2) }
   else switch (rows) {
       CASE(1, 1) CASE(2, 1) CASE(3, 1) CASE(4, 1) CASE(5, 1) CASE(6, 1)
@@ -108,7 +109,7 @@ static void block(const bf16 *x, const Linear *w, void *out, int64_t m0, int64_t
       int step = two ? 6 : ROWS, width = two ? 2 * PANEL : PANEL;
       for (int64_t r = mb; r < me; r += step) {
         int rows = me - r < step ? me - r : step;
-        dot_tile(rows, x + r * w->k, w->k, b0, b1, w->kp, t);
+        dot_tile(rows, x + r * w->k, w->k, b0, b1, w->kp, t, width);
         for (int i = 0; i < rows; i++)
           if (mode == GATED)
             for (int c = 0; c < PANEL; c += 16)
