@@ -36,6 +36,7 @@ from kvtop.widgets.latency import ItlPanel, TtftPanel
 from kvtop.widgets.lines import Kept, Lines
 from kvtop.widgets.log_panel import LogPanel
 from kvtop.widgets.lookup_strip import LookupStrip
+from kvtop.widgets.memory import MemoryPanel
 from kvtop.widgets.panel import Panel, Scrolling
 from kvtop.widgets.prefix_cache import PrefixCachePanel
 from kvtop.widgets.prompt import Prompt
@@ -108,11 +109,14 @@ class MainScreen(Kept, Screen[None]):
             yield Box(self.map, id="map-box")
             with Column(id="side"):
                 yield Box(QueuesPanel(), id="queues-box")
+                yield Box(MemoryPanel(), id="memory-box")
                 yield Box(BudgetPanel(), id="budget-box")
         yield Box(self.strip, id="strip-box")
         with Row(id="graphs"):
             for panel, name in ((TtftPanel, "ttft"), (ItlPanel, "itl"), (ThroughputPanel, "throughput")):
                 yield Box(panel(), id=f"{name}-box")
+            # in place of the one beside the map where that has no row to spare
+            yield Box(MemoryPanel(), id="memory-low-box")
             yield Box(DevicePanel(), id="device-box")
         with Row(id="tables"):
             yield Box(PrefixCachePanel(), id="cache-box")
@@ -156,6 +160,7 @@ class MainScreen(Kept, Screen[None]):
             "-stack": not tiny and not side,
             "-broad": side and width >= 140,
             "-narrower": width < 140,
+            "-deep": side and height >= 38,
             "-roomy": height >= 32,
             "-low": height < 44,
             "-short": height < 34,

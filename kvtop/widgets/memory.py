@@ -21,7 +21,7 @@ from kvtop.widgets.table import cut
 if TYPE_CHECKING:
     from kvtop.state import DashboardState
 
-_LABEL = 11
+_LABEL = 10
 _PRIORITY = (4, 6, 0, 5, 7, 3, 1, 2)
 """Rows in the order in which they get room; they stand in their own order."""
 
@@ -29,7 +29,7 @@ _PRIORITY = (4, 6, 0, 5, 7, 3, 1, 2)
 class MemoryPanel(Panel):
     """Both memories, each as a bar and in figures."""
 
-    TITLE = "memory · paged against naive"
+    TITLE = "memory · paged and naive"
     NEEDS = "blocks"
     FIGURES = (
         ("paged", "The pool: slots filled █, held but empty ░, blocks cached ▒ and free ·, to scale."),
@@ -76,7 +76,7 @@ class MemoryPanel(Panel):
             self._line("referenced", _share(active, usable), f"{count(active)} {of}", "text"),
             self._line("cached", _share(cached, usable), f"{count(cached)} {of}", "cached"),
             self._line("filled", _share(filled, slots), f"{count(filled)} of {count(slots)} slots", "active"),
-            self._line("wasted", _waste(filled, held), f"of {count(held)} slots held", "text"),
+            self._line("wasted", _waste(filled, held), f"of {count(held)} held", "text"),
         ]
 
     def _naive(self, state: DashboardState, width: int) -> list[Row]:
@@ -94,15 +94,13 @@ class MemoryPanel(Panel):
             fit, wait = "none", f"{count(twin.length)} tokens in one piece are more than there are"
         return [
             self._bar("naive", parts, width),
-            self._line(
-                "wasted", _waste(twin.filled, twin.reserved), f"of {count(twin.reserved)} reserved", bad
-            ),
+            self._line("wasted", _waste(twin.filled, twin.reserved), f"of {count(twin.reserved)} held", bad),
             self._line("fit", fit, f"{wait}, {count(twin.waited)} ever" if twin.places else wait, ink),
         ]
 
     def _line(self, name: str, value: str, more: str, ink: str) -> Row:
         muted = self.ink("muted")
-        return ((name.ljust(_LABEL), muted), (value.rjust(7), self.ink(ink)), (f"  {more}", muted))
+        return ((name.ljust(_LABEL), muted), (value.rjust(7), self.ink(ink)), (f" {more}", muted))
 
     def _bar(self, name: str, parts: Sequence[tuple[int, str, Style]], width: int) -> Row:
         """The parts of one memory side by side in `width` cells, the label included."""

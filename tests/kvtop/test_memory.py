@@ -8,6 +8,7 @@ import pytest
 from engine.events import EngineStarted, StepBatch
 from kvtop.state import DashboardState
 from kvtop.widgets.memory import MemoryPanel
+from tests.kvtop.screen import show
 from tests.kvtop.stage import Stage
 from tests.kvtop.test_panels import played, shown
 
@@ -57,16 +58,16 @@ async def test_every_figure() -> None:
     assert said[2] == f"cached {share} {cached} of 545 blocks".split()
     assert said[3] == f"filled {100 * filled // 8720} % {filled:,} of 8,720 slots".split()
     held = referenced * 16
-    assert said[4] == f"wasted {100 * (held - filled) / held:.1f} % of {held:,} slots held".split()
-    assert said[6] == f"wasted {100 * (6144 - naive) / 6144:.1f} % of 6,144 reserved".split()
+    assert said[4] == f"wasted {100 * (held - filled) / held:.1f} % of {held:,} held".split()
+    assert said[6] == f"wasted {100 * (6144 - naive) / 6144:.1f} % of 6,144 held".split()
     assert said[7] == "fit 3 of 3 0 wait, 0 ever".split()
     assert naive > filled  # the page is there once, where reservations hold it twice
 
 
 async def test_both_bars_are_to_scale() -> None:
     state = played(with_max_len(busy(), 3000))
-    async with shown(MemoryPanel(), state, 11 + 545, 8) as lines:
-        paged, naive = lines[0][11:], lines[5][11:]
+    async with shown(MemoryPanel(), state, 10 + 545, 8) as lines:
+        paged, naive = lines[0][10:], lines[5][10:]
     referenced, cached, filled = counted(state)
     for glyph, slots in (("█", filled), ("░", referenced * 16 - filled), ("▒", cached * 16)):
         assert abs(paged.count(glyph) - slots / 16) <= 1
@@ -92,8 +93,8 @@ async def test_at_rest_nothing_is_wasted_and_nothing_is_a_number() -> None:
     stage.run()
     async with shown(MemoryPanel(), played(tuple(stage.batches)), 60, 8) as lines:
         assert lines[1].split() == "referenced none 0 of 80 blocks".split()
-        assert lines[4].split() == "wasted – of 0 slots held".split()
-        assert lines[6].split() == "wasted – of 0 reserved".split()
+        assert lines[4].split() == "wasted – of 0 held".split()
+        assert lines[6].split() == "wasted – of 0 held".split()
 
 
 @pytest.mark.parametrize(
@@ -109,3 +110,19 @@ async def test_at_rest_nothing_is_wasted_and_nothing_is_a_number() -> None:
 async def test_what_few_rows_show(height: int, names: list[str]) -> None:
     async with shown(MemoryPanel(), played(busy()), 40, height) as lines:
         assert [line.split()[0] for line in lines] == names
+
+
+@pytest.mark.parametrize("view", ["ops", "all"])
+@pytest.mark.parametrize(
+    ("size", "rows"), [((100, 30), 5), ((100, 40), 5), ((140, 40), 5), ((160, 36), 5), ((200, 60), 8)]
+)
+async def test_it_stands_once_where_there_is_room(size: tuple[int, int], rows: int, view: str) -> None:
+    async with show(size, busy(), view=view) as shown_:
+        seen = [p for p in shown_.app.main.query(MemoryPanel) if p.size.width and p.region]
+        if view == "all" and size == (100, 30):
+            assert not seen
+            return
+        (panel,) = seen
+        assert panel.size.height == rows
+        assert shown_.text.count("memory · paged and naive") == 1
+        assert panel.size.width < 31 or not any("…" in line for line in panel.lines), panel.lines
