@@ -50,6 +50,8 @@ CPU_FPS, GPU_FPS = 10.0, 30.0
 SWEEP_FPS = 30.0
 SLOW = 0.25
 """Seconds that F3 lets the engine wait between steps."""
+FIRST_FRAME = 0.05
+"""Seconds that the first frame is given before the engine starts."""
 SETTLING = 3.0
 """Seconds after the last batch in which rates still fall."""
 
@@ -207,12 +209,18 @@ class KvtopApp(App[int]):
                 system=options.system,
                 system_name=options.system_name,
             )
+        self.paint()
+        # The engine's imports hold the interpreter for a while: let the frame go out before.
+        self.set_timer(FIRST_FRAME, self._start_engine)
+
+    def _start_engine(self) -> None:
+        assert self.engine is not None
         self.engine.start()
-        if self.asker is not None:
-            for prompt in options.prompts:
-                self.asker.new_conversation()
-                self.asker.send(prompt)
-        self.tick()
+        if self.asker is None:
+            return
+        for prompt in self.options.prompts:
+            self.asker.new_conversation()
+            self.asker.send(prompt)
 
     def on_print(self, event: events.Print) -> None:
         """Python's print, which Textual catches before it can reach the log file."""

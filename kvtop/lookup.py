@@ -122,46 +122,48 @@ def miss(view: RequestView) -> str:
     return view.explanation.short if view.explanation is not None else ""
 
 
-def sentence(state: DashboardState, view: RequestView) -> list[list[tuple[str, str]]]:
-    """THE sentence in forms from long to short; each a list of (text, role), role one of
-    verb, figure, words, time, cold."""
+Words = list[tuple[str, str]]
+"""(text, role), role one of verb, figure, words, time, cold."""
+
+
+def sentence(state: DashboardState, view: RequestView) -> list[Words]:
+    """THE sentence, in forms from long to short."""
     read, prompt = view.cached_tokens, view.prompt_tokens
-    late = view.ttft
-    other = cold(state, view) if late is not None else None
-    if late is None:
-        first = [(" · first word …", "words")]
-        if view.phase == "queued":
-            first = [(" · waits for its turn", "words")]
-        elif view.num_computed < prompt:
-            first = [
-                (
-                    f" · {count(max(0, view.num_computed - read))} of {count(prompt - read)} computed …",
-                    "words",
-                )
-            ]
-        long = short = first
-    else:
-        slow = " (slow motion)" if view.slow else ""
-        long = [(" · first word after ", "words"), (duration(late) + slow, "time")]
-        short = [(" · ", "words"), (duration(late), "time")]
-        if other is not None:
-            long.append((f" (#{other.request_id}, cold: {duration(other.ttft)})", "cold"))
-            short.append((f" (cold {duration(other.ttft)})", "cold"))
-    if read:
-        verb, figures = "READ ", f"{count(read)} of {count(prompt)}"
-        tail = " tokens from cache"
-    else:
-        verb, figures = "COMPUTED ", f"all {count(prompt)}"
-        tail = " tokens, none in the cache"
-        if view.ttft is None:
-            verb = "COMPUTING "
-    brief = figures.removeprefix("all ").replace(" of ", "/")
+    figures = f"{count(read)} of {count(prompt)}" if read else f"all {count(prompt)}"
+    tail = " tokens from cache" if read else " tokens, none in the cache"
+    verb = "READ " if read else "COMPUTING " if view.ttft is None else "COMPUTED "
+    brief = f"{count(read)}/{count(prompt)}" if read else count(prompt)
+    long, middle, short = _first_word(state, view)
     return [
         [(verb, "verb"), (figures, "figure"), (tail, "words"), *long],
+        [(verb, "verb"), (figures, "figure"), (tail, "words"), *middle],
         [(verb, "verb"), (figures, "figure"), (" tokens", "words"), *short],
         [(verb, "verb"), (figures, "figure"), *short],
         [(verb, "verb"), (brief, "figure"), *short[:2]],
     ]
+
+
+def _first_word(state: DashboardState, view: RequestView) -> tuple[Words, Words, Words]:
+    """When it came, beside a cold one's, in three lengths; before it came, how far computing is."""
+    late = view.ttft
+    if late is None:
+        todo = view.prompt_tokens - view.cached_tokens
+        done = max(0, view.num_computed - view.cached_tokens)
+        told = " · waits for its turn" if view.phase == "queued" else " · first word …"
+        if view.phase == "running" and done < todo:
+            told = f" · {count(done)} of {count(todo)} computed …"
+        return [(told, "words")], [(told, "words")], [(told, "words")]
+    time = duration(late) + (" (slow motion)" if view.slow else "")
+    other = cold(state, view)
+    then = "" if other is None else duration(other.ttft)
+    long: Words = [(" · first word after ", "words"), (time, "time")]
+    middle: Words = [(" · first word ", "words"), (time, "time")]
+    short: Words = [(" · ", "words"), (time, "time")]
+    if other is not None:
+        long.append((f" (#{other.request_id}, cold: {then})", "cold"))
+        middle.append((f" (cold: {then})", "cold"))
+        short.append((f" (cold {then})", "cold"))
+    return long, middle, short
 
 
 def physical(table: Sequence[int], indices: Iterable[int]) -> list[int]:

@@ -93,7 +93,7 @@ class LookupStrip(Lines):
             self.set_rows([[(" " + cut(hint, width - 1), self.ink("muted"))]])
             return
         size = state.started.block_size
-        sentence = self._sentence(state, view, width - 1)
+        sentence = self._sentence(state, view, width - 1, with_miss=height == 2)
         if height == 1:
             self._cells = []
             self.set_rows([sentence])
@@ -103,7 +103,8 @@ class LookupStrip(Lines):
             rows.insert(1, self._origin(state, view, width))
         self.set_rows(rows)
 
-    def _sentence(self, state: DashboardState, view: RequestView, width: int) -> list[Part]:
+    def _sentence(self, state: DashboardState, view: RequestView, width: int, with_miss: bool) -> list[Part]:
+        """The longest form that fits; behind a cold one why it was cold, if there is no other row for it."""
         hit = view.cached_tokens > 0
         looks = {
             "verb": self.ink("hit" if hit else "active") + Style(bold=True),
@@ -113,6 +114,9 @@ class LookupStrip(Lines):
             "cold": self.ink("muted"),
         }
         forms = lookup.sentence(state, view)
+        why = lookup.miss(view)
+        if with_miss and not hit and view.ttft is not None and why:
+            forms = [[*forms[0], (f" · {why}", "cold")], [*forms[2], (f" · {why}", "cold")], *forms]
         chosen = next((f for f in forms if sum(cell_len(t) for t, _ in f) <= width), forms[-1])
         return [(" ", self.ink("text")), *((text, looks[role]) for text, role in chosen)]
 

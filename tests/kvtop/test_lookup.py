@@ -61,7 +61,8 @@ def test_sentences_of_a_cold_and_a_read_prompt() -> None:
     assert words(state, 2) == (
         "READ 976 of 993 tokens from cache · first word after 41 ms (#1, cold: 690 ms)"
     )
-    assert [words(state, 2, n) for n in (1, 2, 3)] == [
+    assert [words(state, 2, n) for n in (1, 2, 3, 4)] == [
+        "READ 976 of 993 tokens from cache · first word 41 ms (cold: 690 ms)",
         "READ 976 of 993 tokens · 41 ms (cold 690 ms)",
         "READ 976 of 993 · 41 ms (cold 690 ms)",
         "READ 976/993 · 41 ms",
