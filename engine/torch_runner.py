@@ -111,7 +111,9 @@ class TorchRunner:
                 f"--max-model-len {config.max_model_len} is over the model's limit of {longest} tokens"
             )
         if device.type == "cpu":
-            check_cpu_memory(0, plan_size(model_config, config, dtype), cpu_free_bytes())
+            loaded, free = sum(t.nbytes for t in weights.values()), cpu_free_bytes()
+            cache_size = plan_size(model_config, config, dtype)
+            check_cpu_memory(loaded, cache_size, None if free is None else free + loaded)
         model = Decoder(model_config, weights, ops, longest, progress)
         memory = None if device.type == "cpu" else _profile_gpu(model, config)
         cache_size = plan_size(model_config, config, dtype, memory)

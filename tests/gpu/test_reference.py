@@ -1,0 +1,47 @@
+"""The reference ops on a GPU: the tokens, samples and copies of the CPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from engine.ops.reference import ReferenceOps
+from engine.params import SamplingParams
+from engine.torch_runner import TorchRunner
+from tests.engine.tiny import CPU64, MODELS, Driver, random_weights
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_tokens_and_samples_are_those_of_the_cpu(name: str) -> None:
+    model = MODELS[name]
+    prompts = [[(7 * i + j) % 199 for j in range(1 + 15 * i)] for i in range(6)]
+    params = SamplingParams(temperature=0.8, top_k=50, top_p=0.9, seed=3)
+    said = []
+    for device in ("cpu", "cuda"):
+        runner = TorchRunner.from_weights(model, random_weights(model), replace(CPU64, device=device))
+        assert runner.device == device
+        driver = Driver(runner)
+        seqs = [driver.add(p, params) for p in prompts]
+        while todo := [s for s in seqs if len(s) < s.request.prompt_tokens + 16]:
+            driver.step(9, todo)
+        said.append((driver.generate(prompts, 16, chunk=20), [list(s.tokens) for s in seqs]))
+    assert said[0] == said[1]
+
+
+def test_copies_run_in_order() -> None:
+    ops = ReferenceOps(torch.device("cuda"), torch.float32)
+    cache = torch.arange(8.0, device="cuda").repeat(3, 2, 1)[..., None, None, None].clone()
+    ops.copy_blocks(cache, [(1, 2), (2, 3), (4, 1), (1, 2)])
+    assert cache[0, 0, :, 0, 0, 0].tolist() == [0, 4, 4, 1, 4, 5, 6, 7]
+
+
+def test_memory_for_kv_is_what_weights_and_activations_leave() -> None:
+    model = MODELS["llama"]
+    config = replace(CPU64, device="cuda", num_blocks=None, gpu_memory_utilization=0.1)
+    runner = TorchRunner.from_weights(model, random_weights(model), config)
+    _, total = torch.cuda.mem_get_info()
+    assert 0.02 * total < runner.cache.nbytes < 0.1 * total
