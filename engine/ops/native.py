@@ -71,7 +71,12 @@ def load() -> ctypes.CDLL | None:
     if compiler is None:
         return None
     try:
-        return _declare(ctypes.CDLL(str(_library(compiler))))
+        path = _library(compiler)
+        try:
+            return _declare(ctypes.CDLL(str(path)))
+        except (OSError, AttributeError):  # damaged in the cache: once more from the source
+            path.unlink()
+            return _declare(ctypes.CDLL(str(_library(compiler))))
     except (OSError, subprocess.SubprocessError, AttributeError):
         return None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -283,6 +284,23 @@ def test_without_a_compiler_the_cpu_falls_back_to_torch(
         monkeypatch.setenv("CC", "false")  # a compiler that fails
         native.load.cache_clear()
         assert native.load() is None
+    finally:
+        monkeypatch.undo()
+        native.load.cache_clear()
+
+
+@needs_native
+def test_a_damaged_library_is_made_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("KVTOP_CACHE", str(tmp_path))
+    native.load.cache_clear()
+    try:
+        assert native.load() is not None
+        (made,) = (tmp_path / "kernels").iterdir()
+        made.unlink()  # the file is mapped: never write into it
+        made.write_bytes(b"not a library")
+        native.load.cache_clear()
+        assert native.load() is not None
+        assert made.stat().st_size > 10_000
     finally:
         monkeypatch.undo()
         native.load.cache_clear()
