@@ -47,7 +47,8 @@ def test_contents(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     info = f"kvtop_tui-{__version__}.dist-info"
     assert {name.split("/")[0] for name in names} == {"kvtop", "engine", info}
-    assert {"kvtop/cli.py", "kvtop/py.typed", "engine/events.py", f"{info}/licenses/LICENSE"} <= names
+    assert {"kvtop/cli.py", "kvtop/py.typed", "engine/events.py", "engine/models.toml"} <= names
+    assert f"{info}/licenses/LICENSE" in names
     assert {f"kvtop/themes/{name}.toml" for name in ("kvtop-dark", "kvtop-light", "mono", "ansi")} <= names
     assert "kvtop/demos/page.txt" in names
     assert data_files("themes") | data_files("demos") <= names

@@ -82,6 +82,7 @@ SHOTS: tuple[tuple[str, str, Moment, str, str, View], ...] = (
     ("hit-80x24", "enters", answering(2, 14), "80x24", "kvtop-dark", "chat"),
     ("changed-word", "enters", answering(3, 12), "100x30", "kvtop-dark", "chat"),
     ("eight-pages", "enters", evicted(40), "120x40", "kvtop-dark", "ops"),
+    ("memory", "enters", answering(6, 4), "140x44", "kvtop-dark", "ops"),
     ("evicted", "enters", answering(12, 12), "100x30", "kvtop-dark", "chat"),
     ("all", "enters", answering(2, 14), "200x60", "kvtop-dark", "all"),
     ("cache-hit", "cache-hit", answering(4, 4), "100x30", "kvtop-dark", "chat"),

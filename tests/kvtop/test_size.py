@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -83,6 +84,25 @@ requests that fit, 500 tokens on average
 $: a million tokens at $2.5 an hour, if each request gets one every 50 ms
 """
     )
+
+
+def test_the_readme_shows_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    readme = (Path(__file__).resolve().parents[2] / "README.md").read_text("utf-8")
+    (words, shown) = re.search(r"```\n\$ kvtop size (.*)\n([^`]*)```", readme).groups()
+    assert said(capsys, *words.split()) == shown
+    rows = {name: json.loads(said(capsys, name, "--json")) for name in sizing.known_models()}
+    for name, title in (
+        ("llama-3.1-70b", "Llama 3.1 70B"),
+        ("qwen3-235b-a22b", "Qwen3-235B-A22B"),
+        ("minimax-m2.5", "MiniMax M2.5"),
+        ("gemma-3-27b", "Gemma 3 27B"),
+        ("deepseek-v3", "DeepSeek-V3"),
+    ):
+        r = rows[name]
+        full = f"{r['full_attention_bytes_per_token'] / r['bytes_per_token']:.3g} ×"
+        sizes = [r["bytes_per_token"], r["contexts"]["4096"]["bytes"], r["contexts"]["131072"]["bytes"]]
+        line = next(line for line in readme.splitlines() if line.startswith(f"| {title} ("))
+        assert line.endswith(f") | {' | '.join(amount(n) for n in sizes)} | {full} |")
 
 
 def test_what_is_special_is_said(capsys: pytest.CaptureFixture[str]) -> None:
