@@ -331,7 +331,8 @@ class KvtopApp(App[int]):
             return
         errors = self.state.errors
         for error in errors[self._told_errors :]:
-            if error.request_id is None:
+            # A fatal one stands in the hint; that of a request in the chat.
+            if error.request_id is None and not (error.fatal and self.main.live):
                 self.notify(
                     safe_text(error.message), title="Engine", severity="error", timeout=15, markup=False
                 )
