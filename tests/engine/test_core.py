@@ -517,6 +517,19 @@ def test_every_stored_block_of_a_run_has_the_hash_of_its_tokens() -> None:
         assert after.parent == before.hashes[-1] and after.start_index == before.start_index + len(before.ids)
 
 
+def test_a_snapshot_is_the_last_event_of_a_batch_of_its_own() -> None:
+    rig = Rig()
+    rig.add(prompt(40), 5)
+    rig.step()
+    rig.core.abort(0)
+    seen = len(rig.batches)
+    rig.core.snapshot()
+    rig.core.snapshot()
+    pending, first, second = rig.batches[seen:]
+    assert isinstance(pending.events[-1], ev.RequestFinished)
+    assert first.events == second.events == [rig.snapshot()] and first.seq + 1 == second.seq
+
+
 def test_a_token_is_spelled_at_its_first_use_only() -> None:
     rig = Rig(vocab=50, token_bytes=lambda t: b"%d" % t)
     for _ in range(3):

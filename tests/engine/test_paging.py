@@ -279,6 +279,10 @@ def test_truncating_gives_back_the_blocks_beyond_a_position() -> None:
     books.paging.truncate(seq, 20)
     assert seq.table == [1, 2] and seq.table_changed_from == 0 and books.pool.num_available == 8
     books.check()
+    seq.table_changed_from = 2  # the runner has taken it over
+    books.paging.truncate(seq, 5)
+    assert (seq.table, seq.table_changed_from, seq.num_published) == ([1], 1, 1)
+    books.check()
 
 
 # ------------------------------------------------------------------------- a forward that won't run

@@ -302,6 +302,70 @@ def test_a_victim_that_had_its_turn_gives_its_row_and_its_budget_back() -> None:
     assert rig.answer(old) == rig.truth(old, 2) and rig.answer(young) == rig.truth(young, 12)
 
 
+def test_the_budget_of_a_dropped_row_is_free_for_whoever_comes_later_in_the_step() -> None:
+    rig = Rig(max_num_batched_tokens=100)
+    rig.add(prompt(60), 2)
+    victim = rig.add(prompt(30, 1), 2)
+    plan = rig.core.begin()
+    assert plan is not None and rig.core.scheduler._left == 10
+    rig.core.scheduler.preempt(victim)
+    assert rig.core.scheduler._left == 40
+    rig.core.prune(plan)
+    rig.core.finish(plan, rig.runner.execute(plan))
+    rig.run()
+
+
+def test_a_resumed_request_waits_until_all_its_branches_fit() -> None:
+    rig = Rig(num_blocks=21, block_size=4, max_num_seqs=4)
+    request = rig.add(prompt(18), 10)
+    rig.step()
+    child = rig.core.fork(request.branches[0])
+    for _ in range(6):
+        rig.step()
+    assert child is not None and [len(s) for s in request.branches] == [25, 25]
+    rig.core.reset_prefix_cache(reset_running=True)
+    rig.core.scheduler.waiting.clear()
+    other = rig.add(prompt(44, 1), 8)  # 11 of 20 blocks
+    rig.step()
+    rig.core.scheduler.add(request)
+    rig.step()
+    # 25 tokens are 7 blocks; of the child's 7 the first 4 are the same 16 tokens.
+    (blocked,) = rig.events(AdmissionBlocked)
+    assert (blocked.need, blocked.reason) == (7 + 3, "blocks")
+    rig.run()
+    assert rig.answer(request) == rig.truth(request, 10) and rig.answer(other) == rig.truth(other, 8)
+
+
+@pytest.mark.conformance(111)
+@pytest.mark.parametrize("early", [True, False])
+def test_a_preemption_between_scheduling_and_commit_takes_the_sharers_along_in_order(early: bool) -> None:
+    rig = Rig(num_blocks=40)
+    requests = [rig.add(prompt(50, f), 4) for f in (0, 0, 1, 0)]
+    plan = rig.core.begin()
+    assert plan is not None
+    output = None if early else rig.runner.execute(plan)
+    rig.core.scheduler.preempt(requests[0])
+    assert list(rig.core.scheduler.waiting) == [requests[i] for i in (0, 1, 3)]
+    if early:
+        rig.core.prune(plan)
+    rig.core.finish(plan, output or rig.runner.execute(plan))
+    rig.check()
+    assert rig.pool.num_hashes == 3 and [len(r.branches[0]) for r in requests] == [50, 50, 51, 50]
+    rig.run()
+    for request in requests:
+        assert rig.answer(request) == rig.truth(request, 4)
+
+
+def test_a_head_that_is_blocked_a_second_time_is_told_a_second_time() -> None:
+    rig = Rig(num_blocks=11)
+    rig.add(prompt(90), 2)
+    rig.add(prompt(16, 1), 100)
+    head = rig.add(prompt(70, 2), 60)
+    rig.run()
+    assert head.preemptions == 1
+    assert [(e.request_id, e.reason) for e in rig.events(AdmissionBlocked)] == [(2, "blocks")] * 2
+
+
 def test_what_the_pool_gives_a_preempted_request_is_told_before_who_takes_it() -> None:
     rig = Rig(num_blocks=11)
     rig.add(prompt(80), 10)

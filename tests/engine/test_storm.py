@@ -29,10 +29,10 @@ def history_is_right(tokens: list[int], prompt: int, branches: list[tuple[int, i
 class Storm:
     """Random requests, forks, aborts, resets, faults over one tiny engine; checks everything each step."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, num_blocks: int | None = None, block_size: int | None = None) -> None:
         r = self.random = random.Random(seed)
-        self.block_size = r.choice([1, 2, 4, 16])
-        self.num_blocks = r.randint(6, 40)
+        self.block_size = block_size or r.choice([1, 2, 4, 16])
+        self.num_blocks = num_blocks or r.randint(6, 40)
         self.fail: str | None = None
         self.nan: set[int] = set()
         self.vocab = r.choice([2, 50])
@@ -113,13 +113,20 @@ class Storm:
             self.fail = "before" if op == "b" else "after"
         elif op == "N" and core.scheduler.running:
             self.nan.add(r.choice([s.seq_id for q in core.scheduler.running for s in q.live]))
-        elif op == "i":  # abort between begin and finish
+        elif op == "i":  # abort or preempt between begin and finish, before the forward or after it
             plan = core.begin()
             if plan:
                 self.fail = None
-                output = core.runner.execute(plan)
-                core.abort(r.choice(plan.rows).seq.request.request_id)
-                core.finish(plan, output)
+                victim = r.choice(plan.rows).seq.request
+                early = r.random() < 0.5
+                output = None if early else core.runner.execute(plan)
+                if r.random() < 0.5:
+                    core.abort(victim.request_id)
+                else:
+                    core.scheduler.preempt(victim)
+                if early:
+                    core.prune(plan)
+                core.finish(plan, output or core.runner.execute(plan))
         core.step()
         self.check()
 
@@ -156,6 +163,7 @@ class Storm:
                 assert all(len(s) == want for s in request.branches)
 
 
+@pytest.mark.conformance(78, 99, 101, 107, 110, 111)
 @pytest.mark.parametrize("seed", range(40))
 def test_event_law_invariants_and_kv_data_hold_in_a_storm(seed: int) -> None:
     storm = Storm(seed)
@@ -163,6 +171,17 @@ def test_event_law_invariants_and_kv_data_hold_in_a_storm(seed: int) -> None:
         storm.act()
     storm.drain()
     storm.judge()
+
+
+@pytest.mark.conformance(78, 106)
+def test_20000_steps_in_a_tiny_pool_deadlock_nobody_and_starve_nobody() -> None:
+    storm = Storm(78, num_blocks=6, block_size=2)
+    for _ in range(20_000):
+        storm.act()
+    storm.drain()
+    storm.judge()
+    reasons = [f.reason for f in storm.finished.values()]
+    assert reasons.count("length") > 500 and "RequestPreempted" in storm.kinds
 
 
 def test_the_storms_reach_every_kind_of_pool_event() -> None:
