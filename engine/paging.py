@@ -185,8 +185,9 @@ class Paging:
         return -(-tokens // self.block_size)
 
     def _must_copy(self, seq: Sequence) -> bool:
+        # A block published ahead of its forward may have sharers already; its writer will not write it twice.
         index = seq.num_computed // self.block_size
-        return index < len(seq.table) and self.pool.ref(seq.table[index]) > 1
+        return seq.num_published <= index < len(seq.table) and self.pool.ref(seq.table[index]) > 1
 
     def _extend(self, seq: Sequence) -> None:
         extend_chain(seq.hashes, seq.tokens, self.block_size, self.root, seq.request.salt)

@@ -230,6 +230,16 @@ def test_a_running_prompt_keeps_the_blocks_it_still_needs() -> None:
     assert not rig.events(RequestPreempted)
 
 
+def test_a_prompt_that_another_shares_in_the_same_step_keeps_no_block_for_a_copy() -> None:
+    """Its first block has two readers before its forward has run, but nobody will write it again."""
+    rig = Rig(num_blocks=13, block_size=4)
+    rig.add(prompt(32), 2)
+    rig.add([*prompt(4), 501, 502], 2)
+    rig.add(prompt(12, 1), 1)  # needs the last three of twelve blocks
+    assert rig.step() == {0: 32, 1: 2, 2: 12}
+    assert not rig.events(AdmissionBlocked)
+
+
 def test_a_blocked_head_is_told_again_only_when_something_changed() -> None:
     rig = Rig(num_blocks=11, max_num_seqs=1)
     for i in range(3):
