@@ -11,6 +11,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import UnionType
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin,
 import typer
 from typer.exceptions import Abort, Exit, TyperException
 
-from engine import EngineConfig, SetupError
+from engine import EngineConfig, SetupError, load_workload
 from kvtop import __version__
 from kvtop.asks import Ask, parse_size, read_prompts, read_system, sampling
 from kvtop.cli_options import (
@@ -43,6 +44,7 @@ from kvtop.cli_options import (
     Itl,
     KvDtype,
     KvMemory,
+    LoadName,
     LongPrefill,
     MaxLen,
     MaxSeqs,
@@ -53,6 +55,7 @@ from kvtop.cli_options import (
     Motion,
     NumBlocks,
     Once,
+    On,
     Ops,
     Overhead,
     Prompt,
@@ -61,7 +64,9 @@ from kvtop.cli_options import (
     Redact,
     Revision,
     Seed,
+    Simulate,
     Slow,
+    Speed,
     Stop,
     System,
     Temperature,
@@ -74,10 +79,11 @@ from kvtop.cli_options import (
     Weights,
     opt,
 )
+from kvtop.simulate import simulation
 from kvtop.text import cut, safe_text
 
 if TYPE_CHECKING:
-    from engine import SamplingParams
+    from engine import SamplingParams, Simulation, Workload
     from kvtop.options import Options
 
 app = typer.Typer(
@@ -121,6 +127,12 @@ def run(
     record: Record = None,
     redact: Redact = False,
     slow: Slow = 0.0,
+    load: LoadName = None,
+    simulate: Simulate = None,
+    on: On = None,
+    weights: Weights = None,
+    kv_cache_dtype: KvDtype = "auto",
+    speed: Speed = None,
     theme: Theme = None,
     view: View = None,
     fps: Fps = None,
@@ -144,8 +156,10 @@ def run(
     hash_seed: HashSeed = None,
     threads: Threads = None,
 ) -> int:
-    """A live model: the dashboard, or headless answers."""
+    """A live model, or a simulated one: the dashboard, or headless answers."""
     config = engine_config(ctx.params)
+    simulated = simulation(simulate, on, weights, kv_cache_dtype, speed, live=model)
+    workload = None if load is None else load_workload(load)
     params = sampling(
         max_tokens=max_tokens,
         temperature=temperature,
@@ -162,17 +176,21 @@ def run(
         asks += read_prompts(prompts, like)
     before_torch()
     if headless or json or not has_terminal():
-        if not asks:
+        if not asks and workload is None:
             raise SetupError(
-                "no prompt and no terminal: give --prompt TEXT or --prompts FILE, or start kvtop in a terminal"
+                "no prompt and no terminal: give --prompt TEXT, --prompts FILE or --load NAME, "
+                "or start kvtop in a terminal"
             )
         from kvtop.headless import Wishes
         from kvtop.headless import run as answer
 
-        return answer(config, asks, Wishes(json, once, concurrent, record, redact, slow))
+        wishes = Wishes(json, once, concurrent, record, redact, slow, workload)
+        return answer(config, asks, wishes, simulation=simulated)
     texts = [a.prompt for a in asks if isinstance(a.prompt, str)]
     options = show_options(theme, view, fps, motion, slow, record, text, name, params, texts)
-    return dashboard(config, options, record, redact)
+    if simulated is not None and simulated.speed is None:
+        simulated = replace(simulated, speed=1.0)
+    return dashboard(config, options, record, redact, simulated, workload)
 
 
 @app.command()
@@ -191,7 +209,7 @@ def replay(
         return _print_json(_replayed(file).summary())
     if not has_terminal():
         raise SetupError("replay needs a terminal; without one try `kvtop replay --json`, `verify` or `shot`")
-    from kvtop.app import run_replay
+    from kvtop.run import run_replay
     from kvtop.sources import RecordingSource
 
     source = RecordingSource(file)
@@ -328,6 +346,10 @@ def size(
 def bench(
     ctx: typer.Context,
     json: Annotated[bool, opt("The figures as JSON.", "--json")] = False,
+    with_dashboard: Annotated[
+        bool,
+        opt("What the dashboard costs: CPU a frame, and the engine's speed beside it.", "--with-dashboard"),
+    ] = False,
     model: Model = None,
     revision: Revision = None,
     device: Device = "auto",
@@ -340,6 +362,10 @@ def bench(
     """Speed of the engine on this machine."""
     config = engine_config(ctx.params)
     before_torch()
+    if with_dashboard:
+        from kvtop import dashboard_bench
+
+        return dashboard_bench.main(config, as_json=json)
     from engine import bench as engine_bench
 
     return engine_bench.main(config, as_json=json)
@@ -392,7 +418,7 @@ def show_options(
 def dashboard(config: EngineConfig, options: Options, record: Path | None, redact: bool) -> int:
     """The dashboard over a live engine, recorded if wished."""
     from engine import Engine
-    from kvtop.app import run_live
+    from kvtop.run import run_live
 
     engine = Engine(config)
     if record is None:
@@ -525,7 +551,11 @@ def _settings() -> dict[str, Any]:
     return dict(load_settings(kinds))
 
 
-_NOT_SETTINGS = {"return", "ctx", "file", "name", "out", "at", "prompt", "json", "once", "headless", "format"}
+_NOT_SETTINGS = {"return", "ctx", "file", "name", "out", "at", "prompt", "json", "once", "headless", "format"} | {
+    "load",
+    "simulate",
+    "on",
+}
 """What belongs to one call, not to a person."""
 
 
