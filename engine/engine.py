@@ -374,8 +374,11 @@ class Engine:
 
     def _rest(self) -> None:
         """Slow motion's wait; commands are carried out meanwhile."""
-        until = self.clock() + self._slow
-        while self._slow and not self._stopping and (left := until - self.clock()) > 0:
+        begun = self.clock()
+        while not (self._paused or self._stopping):
+            left = begun + self._slow - self.clock()  # a command may have changed the pace
+            if left <= 0:
+                return
             if self._wake.wait(left):
                 self._wake.clear()
                 self._obey()
