@@ -1,8 +1,9 @@
-"""KvtopApp: the dashboard over a source of batches, with or without an engine behind it.
+"""KvtopApp: the dashboard over a session, on a terminal.
 
-Owns the one clock that drains, applies and paints (nothing else paints), the keys, the theme and the way
-out. Invariants: the engine's thread never touches Textual; a frame is painted only when something changed;
-whatever happens, the terminal is restored before a word is said on stderr.
+Owns the one clock that drains, applies and paints (nothing else paints), the theme and the way out; what the
+keys do to engine or recording is the session's. Invariants: the engine's thread never touches Textual; a
+frame is painted only when something changed; whatever happens, the terminal is restored before a word is
+said on stderr.
 """
 
 from __future__ import annotations
@@ -10,46 +11,34 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from textual import events, on
 from textual.app import App, SystemCommand
-from textual.binding import Binding, BindingType
+from textual.binding import BindingType
 from textual.screen import Screen
 from textual.timer import Timer
 
-from engine import SetupError
-from kvtop import signs, themes
-from kvtop.asking import Asker
-from kvtop.capture import Capture, Captured
-from kvtop.demo import Performance
+from kvtop import keys, signs, themes
+from kvtop.capture import Captured
 from kvtop.motion import Motion
-from kvtop.options import VIEWS, Options, View
+from kvtop.options import VIEWS, View
 from kvtop.palette import Palette
 from kvtop.screens.help import HelpScreen
 from kvtop.screens.main import MainScreen
-from kvtop.settings import log_file
-from kvtop.state import DashboardState
+from kvtop.session import Session
 from kvtop.text import cut, safe_text
 from kvtop.widgets.hint import KeyLine
 from kvtop.widgets.prompt import Prompt
 
-if TYPE_CHECKING:
-    from engine import Engine
-    from engine.events import StepBatch
-    from kvtop.sources import Source
-
 CPU_FPS, GPU_FPS = 10.0, 30.0
 """Frames a second by default: a CPU engine shares its cores with the screen."""
 SWEEP_FPS = 30.0
-SLOW = 0.25
-"""Seconds that F3 lets the engine wait between steps."""
 FIRST_FRAME = 0.05
 """Seconds that the first frame is given before the engine starts."""
 SETTLING = 3.0
@@ -57,71 +46,37 @@ SETTLING = 3.0
 
 
 class KvtopApp(App[int]):
-    """`source` gives batches; `engine`, if there is one, takes prompts and control."""
+    """Shows `session` and hands the keys to it."""
 
     TITLE = "kvtop"
     CSS_PATH = Path(__file__).parent / "screens" / "main.tcss"
     ENABLE_COMMAND_PALETTE = True
     COMMAND_PALETTE_BINDING = "ctrl+p"
-    BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("ctrl+q", "quit", "Quit", id="quit", priority=True, show=False),
-        Binding(
-            "ctrl+c", "copy_or_quit", "Copy the selection, else quit", id="copy", priority=True, show=False
-        ),
-        Binding("f1,question_mark", "help", "Help", id="help"),
-        Binding("f2", "next_view", "View chat, ops, all", id="view"),
-        Binding("f3", "slow", "Slow motion", id="slow"),
-        Binding("f4,L", "logs", "What was printed", id="logs"),
-        Binding("ctrl+t", "next_theme", "Next theme", id="theme"),
-        Binding("ctrl+n", "new_conversation", "New conversation", id="new"),
-        Binding("space", "freeze", "Freeze the display (the engine runs on)", id="freeze"),
-        Binding("full_stop", "step", "One engine step", id="step"),
-        Binding("comma", "step_back", "One batch back", id="step-back"),
-        Binding("left_square_bracket", "seek(-1)", "1 s back", id="back-1"),
-        Binding("right_square_bracket", "seek(1)", "1 s on", id="on-1"),
-        Binding("left_curly_bracket", "seek(-10)", "10 s back", id="back-10"),
-        Binding("right_curly_bracket", "seek(10)", "10 s on", id="on-10"),
-        Binding("less_than_sign", "speed(-1)", "Slower", id="slower"),
-        Binding("greater_than_sign", "speed(1)", "Faster", id="faster"),
-        Binding("x", "abort", "Abort the newest running request", id="abort"),
-        Binding("s", "picture", "Save a picture (SVG)", id="picture"),
-        Binding("q", "quit", "Quit", id="quit-q"),
-    ]
+    BINDINGS: ClassVar[list[BindingType]] = keys.BINDINGS
 
     def __init__(
         self,
-        source: Source,
-        options: Options,
+        session: Session,
         *,
-        engine: Engine | None = None,
         captured: Captured | None = None,
         wall: Callable[[], float] = time.monotonic,
     ) -> None:
-        """wall: monotonic seconds for motion; tests hand over their own."""
+        """wall: monotonic seconds for motion and pace; tests hand over their own."""
         # Under NO_COLOR Textual chooses its filter here, before a theme is known: this one takes all colour away,
         # the other would turn the terminal's own colours into black on black.
         super().__init__(ansi_color=True if "NO_COLOR" in os.environ else None)
-        self.source, self.options, self.engine = source, options, engine
+        self.session, self.state = session, session.state
         self.captured = captured
         self.wall = wall
-        self.state = DashboardState()
-        source.attach(self.state)
-        self.motion = Motion(still=not options.motion)
-        self.asker: Asker | None = None
-        self.play: Performance | None = None
+        self.motion = Motion(still=not session.options.motion)
         self.failure: str | None = None
         """Why nothing could be shown: one line for stderr, exit code 2."""
-        self.frozen = False
-        self.stepping = False
-        self.slow = options.slow
         self.frames = 0
         self.own_themes: list[str] = []
         """kvtop's and the user's, in the order of ctrl+t."""
-        self._held: list[StepBatch] = []
-        self._applied = (-1, -1)
         self._told_errors = 0
         self._moved_at = self._painted_at = float("-inf")
-        self._standing = self._running_known = self._owed = False
+        self._standing = self._is_up = self._owed = False
         self._waking = False
         self._clock: Timer | None = None
         self._fast: Timer | None = None
@@ -145,7 +100,7 @@ class KvtopApp(App[int]):
         found, problems = themes.all_themes()
         for theme in found:
             self.register_theme(theme)
-        chosen = themes.find(self.options.theme or themes.default_name(self.no_color))
+        chosen = themes.find(self.session.options.theme or themes.default_name(self.no_color))
         if chosen.name not in self.available_themes or chosen.name in {t.name for t in found}:
             self.register_theme(chosen)
         self.theme = chosen.name
@@ -157,13 +112,11 @@ class KvtopApp(App[int]):
 
     def get_default_screen(self) -> Screen[Any]:
         """The dashboard."""
-        live = self.engine is not None and self.options.demo is None
-        self._main = MainScreen(
-            self.state, self.motion, () if self.captured is None else self.captured, live=live
-        )
-        self._main.view = self.options.view or (
-            "all" if self.size.width >= 200 and self.size.height >= 60 else "chat"
-        )
+        session, (width, height) = self.session, self.size
+        live = session.engine is not None and session.options.demo is None
+        captured = () if self.captured is None else self.captured
+        self._main = MainScreen(self.state, self.motion, captured, live=live)
+        self._main.view = session.options.view or ("all" if width >= 200 and height >= 60 else "chat")
         return self._main
 
     @property
@@ -178,7 +131,7 @@ class KvtopApp(App[int]):
 
     def on_mount(self) -> None:
         """The clock, then the engine: the first frame does not wait for either."""
-        self._clock = self.set_interval(1 / (self.options.fps or CPU_FPS), self.tick)
+        self._clock = self.set_interval(1 / (self.session.options.fps or CPU_FPS), self.tick)
         self._fast = self.set_interval(1 / SWEEP_FPS, self.tick, pause=True)
         self._catch_signals()
         if self.captured is not None:
@@ -186,41 +139,17 @@ class KvtopApp(App[int]):
         self.call_after_refresh(self._begin)
 
     def _begin(self) -> None:
-        if self.engine is None:
+        session = self.session
+        session.prepare()
+        if session.problem is not None:
+            self.notify(session.problem, title="No examples", severity="warning", markup=False)
+        self.main.set_class(session.play is not None, "-captioned")
+        if session.engine is None:
             self.tick()
-            return
-        demo, options = self.options.demo, self.options
-        if demo is not None:
-            self.play = Performance(demo, self.engine, self.state, hold=True)
-            self.main.set_class(True, "-captioned")
         else:
-            try:
-                from kvtop.examples import load_examples
-
-                examples = load_examples()
-            except SetupError as error:
-                examples = ()
-                self.notify(str(error), title="No examples", severity="warning")
-            self.asker = Asker(
-                self.engine,
-                self.state,
-                examples=examples,
-                params=options.params,
-                system=options.system,
-                system_name=options.system_name,
-            )
-        self.paint()
-        # The engine's imports hold the interpreter for a while: let the frame go out before.
-        self.set_timer(FIRST_FRAME, self._start_engine)
-
-    def _start_engine(self) -> None:
-        assert self.engine is not None
-        self.engine.start()
-        if self.asker is None:
-            return
-        for prompt in self.options.prompts:
-            self.asker.new_conversation()
-            self.asker.send(prompt)
+            self.paint()
+            # The engine's imports hold the interpreter for a while: let the frame go out before.
+            self.set_timer(FIRST_FRAME, session.start)
 
     def on_print(self, event: events.Print) -> None:
         """Python's print, which Textual catches before it can reach the log file."""
@@ -255,37 +184,43 @@ class KvtopApp(App[int]):
             self.paint()
 
     @property
-    def playing(self) -> bool:
-        """A recording runs."""
-        return self.engine is None and not getattr(self.source, "paused", True)
-
-    @property
     def now(self) -> float:
-        """The display's clock: the engine's, or the recording's."""
-        if self.frozen or self.engine is None:
-            return self.state.t
-        return max(self.state.t, self.engine.clock())
+        """The display's clock, in the engine's seconds."""
+        return self.session.now
 
     def tick(self) -> None:
         """Drain, apply, and paint if anything on the screen may differ."""
         if not self.is_running or not self.main.is_attached:
             return
-        moved = self._pull()
-        wall = self.wall()
-        self.motion.update(self.state, wall)
-        standing, was = self.motion.standing, self._standing
-        self._standing = standing
-        self._set_pace()
-        if self.main.has_class("-logs") and self.captured is not None:
-            self.captured.poll()
-            self.main.log_panel.stale = True
-        if moved:
+        session, wall = self.session, self.wall()
+        if session.pull():
             self._moved_at = wall
-        rest = wall - self._painted_at
-        settling = rest >= 0.5 and (wall - self._moved_at < SETTLING or self.playing)
-        ageing = self.main.selected is not None and rest >= 1.0 and not self.frozen
-        if moved or standing or was or settling or ageing or self._owed or self.main.stale:
+            self._watch()
+        elif session.failure is not None:
+            self._watch()
+        self.motion.update(self.state, wall)
+        self._set_pace()
+        if self.main.has_class("-logs") and self.captured is not None and self.captured.poll():
+            self.main.log_panel.stale = True
+        if self._is_due(wall):
             self._frame(wall, every=False)
+
+    def _is_due(self, wall: float) -> bool:
+        """Something on the screen may differ from the last frame."""
+        session, rest = self.session, wall - self._painted_at
+        # One frame more after the last mark has gone.
+        standing, self._standing = self._standing, self.motion.standing
+        settling = wall - self._moved_at < SETTLING or session.playing
+        ageing = self.main.selected is not None and not session.frozen
+        return (
+            self._moved_at == wall
+            or standing
+            or self._standing
+            or self._owed
+            or (rest >= 0.5 and settling)
+            or (rest >= 1.0 and ageing)
+            or self.main.stale
+        )
 
     def _set_pace(self) -> None:
         assert self._fast is not None
@@ -294,49 +229,33 @@ class KvtopApp(App[int]):
         else:
             self._fast.pause()
 
-    def _pull(self) -> bool:
-        batches = self.source.drain()
-        if self.frozen:
-            self._held += batches
-            return False
-        if self._held:
-            batches, self._held = self._held + batches, []
-        state = self.state
-        for batch in batches:
-            state.apply(batch)
-        if state.started is not None and not self._running_known:
-            self._running_known = True
+    def _watch(self) -> None:
+        """What happens once: the engine is up, it failed, an error has to be told."""
+        session, state = self.session, self.state
+        if session.failure is not None:
+            self.failure = session.failure
+            self.exit(2, return_code=2)
+            return
+        if state.started is not None and not self._is_up:
+            self._is_up = True
             self._started()
-        if self.asker is not None:
-            self.asker.tick()
-        if self.play is not None and self.play.tick():
-            self.main.caption.wake()
-        self._watch_errors()
-        before, self._applied = self._applied, (state.seq, state.generation)  # a source may jump by itself
-        return self._applied != before
+        for error in state.errors[self._told_errors :]:
+            # A fatal one stands in the hint; that of a request in the chat.
+            if error.request_id is None and not (error.fatal and self.main.live):
+                text = safe_text(error.message)
+                self.notify(text, title="Engine", severity="error", timeout=15, markup=False)
+        self._told_errors = len(state.errors)
 
     def _started(self) -> None:
         assert self.state.started is not None
-        if self.options.fps is None and self.state.started.device != "cpu" and self._clock is not None:
+        if (
+            self.session.options.fps is None
+            and self.state.started.device != "cpu"
+            and self._clock is not None
+        ):
             self._clock.stop()
             self._clock = self.set_interval(1 / GPU_FPS, self.tick)
-        if self.engine is not None and self.slow:
-            self.engine.set_slow(self.slow)
-
-    def _watch_errors(self) -> None:
-        failure = self.engine.failure if self.engine is not None else None
-        if failure is not None and self.state.started is None:
-            self.failure = str(failure)
-            self.exit(2, return_code=2)
-            return
-        errors = self.state.errors
-        for error in errors[self._told_errors :]:
-            # A fatal one stands in the hint; that of a request in the chat.
-            if error.request_id is None and not (error.fatal and self.main.live):
-                self.notify(
-                    safe_text(error.message), title="Engine", severity="error", timeout=15, markup=False
-                )
-        self._told_errors = len(errors)
+        self.session.begin_slow()
 
     def paint(self) -> None:
         """One frame of everything, at once."""
@@ -356,23 +275,15 @@ class KvtopApp(App[int]):
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         """Only what works now: help lists what this allows."""
-        if action in ("step_back", "seek", "speed"):
-            return self.engine is None
-        if action in ("slow", "abort", "reset_cache"):
-            return self.engine is not None
-        if action == "new_conversation":
-            return self.asker is not None
-        if action == "ask":
-            return self.asker is not None or self.play is not None
-        return True
+        return self.session.may(action)
 
     @on(Prompt.Sent)
     def _sent(self, event: Prompt.Sent) -> None:
-        if self.asker is not None:
+        if self.session.asker is not None:
             self.main.strip.picked = None
             self.main.chat.back = 0
-            self.asker.send(event.text)
-            self.main.hint.wake()
+            self.session.asker.send(event.text)
+            self.wake()
 
     @on(Prompt.Changed)
     def _typed(self) -> None:
@@ -384,16 +295,15 @@ class KvtopApp(App[int]):
 
     def action_ask(self) -> None:
         """Enter in key mode: the demo goes on, or the prompt gets the letters."""
-        if self.play is not None:
-            self.play.advance()
-            self.main.caption.wake()
-        elif self.asker is not None:
+        if self.session.play is not None:
+            self.session.play.advance()
+            self.wake()
+        elif self.session.asker is not None:
             self.main.prompt.focus()
 
     async def action_quit(self) -> None:
-        """Leave; a demo's verdict decides the exit code."""
-        verdict = self.play.verdict if self.play is not None else None
-        code = 1 if verdict is not None and not verdict["ok"] else 0
+        """Leave."""
+        code = self.session.exit_code
         self.exit(code, return_code=code)
 
     def action_copy_or_quit(self) -> None:
@@ -434,71 +344,48 @@ class KvtopApp(App[int]):
 
     def action_new_conversation(self) -> None:
         """The next prompt starts anew."""
-        if self.asker is not None:
-            self.asker.new_conversation()
-            self.main.hint.wake()
+        if self.session.asker is not None:
+            self.session.asker.new_conversation()
+            self.wake()
 
     def action_slow(self) -> None:
-        """Slow motion on or off; runs on after single steps."""
-        if self.engine is None or self.state.started is None:
-            return
-        if self.stepping:
-            self.stepping = False
-            self.engine.resume()
-        else:
-            self.slow = 0.0 if self.slow else self.options.slow or SLOW
-            self.engine.set_slow(self.slow)
+        """F3."""
+        self.session.toggle_slow()
         self.wake()
 
     def action_step(self) -> None:
-        """One engine step, or one batch of a recording."""
-        if self.engine is None:
-            self._replay("step", 1)
-        elif self.state.started is not None:
-            if not self.stepping:
-                self.stepping = True
-                self.engine.pause()
-            self.engine.step_once()
-            self.wake()
-
-    def action_freeze(self) -> None:
-        """The display only: batches are kept and shown later."""
-        if self.engine is None:
-            self._replay("toggle")
-        else:
-            self.frozen = not self.frozen
-            self.wake()
+        """Full stop."""
+        self._control(self.session.step, 1)
 
     def action_step_back(self) -> None:
-        """One batch back."""
-        self._replay("step", -1)
+        """Comma."""
+        self._control(self.session.step, -1)
+
+    def action_freeze(self) -> None:
+        """Space."""
+        self._control(self.session.toggle_frozen)
 
     def action_seek(self, seconds: int) -> None:
-        """Relative to the moment shown."""
-        self._replay("seek", getattr(self.source, "t", self.state.t) + seconds)
+        """Brackets and braces."""
+        self._control(self.session.seek, seconds)
 
     def action_speed(self, direction: int) -> None:
-        """Twice or half as fast."""
-        self._replay("change_speed", direction)
+        """Less and greater than."""
+        self._control(self.session.change_speed, direction)
 
-    def _replay(self, what: str, *args: float) -> None:
-        control = getattr(self.source, what, None)
-        if control is not None:
-            control(*args)
-            self.tick()
-            self.paint()
+    def _control(self, control: Callable[..., None], *args: int) -> None:
+        """Do it, and show at once what became of it."""
+        control(*args)
+        self.tick()
+        self.paint()
 
     def action_abort(self) -> None:
-        """The newest running request, or the one picked in the chat."""
-        running = self.state.running
-        picked = self.main.strip.picked
-        if self.engine is not None and running:
-            self.engine.abort(picked if picked in running else running[-1])
+        """x."""
+        self.session.abort(self.main.strip.picked)
 
     def action_reset_cache(self) -> None:
-        """Forget all hashes, unless blocks are in use."""
-        if self.engine is not None:
-            self.engine.reset_prefix_cache()
+        """From the palette."""
+        self.session.reset_cache()
 
     def action_picture(self) -> None:
         """An SVG of the screen in the current folder."""
@@ -519,64 +406,6 @@ class KvtopApp(App[int]):
         yield SystemCommand("Theme: all", "Choose among all themes", self.action_change_theme)
         for view in VIEWS:
             yield SystemCommand(f"View {view}", "F2 goes round", partial(self.set_view, view))
-        for title, about, action, name in (
-            ("Help", "Keys, the map, every figure (F1)", self.action_help, "help"),
-            ("Logs", "What the engine printed (F4)", self.action_logs, "logs"),
-            ("Picture", "Save the screen as SVG (s)", self.action_picture, "picture"),
-            ("Slow motion", "Let the engine wait between steps (F3)", self.action_slow, "slow"),
-            ("Freeze", "Stop the display, not the engine (space)", self.action_freeze, "freeze"),
-            ("One step", "Run a single engine step (.)", self.action_step, "step"),
-            (
-                "New conversation",
-                "The next prompt starts anew (ctrl+n)",
-                self.action_new_conversation,
-                "new_conversation",
-            ),
-            ("Reset prefix cache", "Forget all hashes", self.action_reset_cache, "reset_cache"),
-            ("Quit", "Leave (ctrl+q)", self.action_quit, "quit"),
-        ):
-            if self.check_action(name, ()):
-                yield SystemCommand(title, about, action)
-
-
-# ------------------------------------------------------------------------------------------ running
-
-
-def run_live(engine: Engine, options: Options) -> int:
-    """The dashboard over `engine`, which is started here after the first frame and stopped at the end.
-
-    Returns the exit code: 0, 1 after a crash or a failed demo, 2 when the engine could not start (one
-    line on stderr), 130 after ctrl+c. Raises SetupError for a theme that cannot be used.
-    """
-    from kvtop.sources import LiveSource
-
-    try:
-        return _run(LiveSource(engine), options, engine)
-    finally:
-        engine.stop()
-
-
-def run_replay(source: Source, options: Options) -> int:
-    """The dashboard over a recording. Exit codes as `run_live`."""
-    return _run(source, options, None)
-
-
-def _run(source: Source, options: Options, engine: Engine | None) -> int:
-    themes.find(options.theme or themes.DEFAULT)  # wrong names are told before the terminal changes hands
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(5e-4)  # a frame must not hold the interpreter back from the engine's thread
-    capture = Capture(log_file())
-    try:
-        with capture as captured:
-            app = KvtopApp(source, options, engine=engine, captured=captured)
-            app.run()
-            crash = getattr(app, "_exception", None)
-    finally:
-        sys.setswitchinterval(interval)
-    if app.failure is not None:
-        print(f"kvtop: {app.failure}"[:200], file=sys.stderr)
-        return 2
-    if crash is not None:
-        print(f"kvtop crashed: {type(crash).__name__}: {crash}; see {capture.path}"[:200], file=sys.stderr)
-        return 1
-    return app.return_code or 0
+        for title, about, action in keys.COMMANDS:
+            if self.session.may(action):
+                yield SystemCommand(title, about, getattr(self, f"action_{action}"))

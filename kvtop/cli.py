@@ -54,8 +54,8 @@ from kvtop.cli_options import (
     Model,
     Motion,
     NumBlocks,
-    Once,
     On,
+    Once,
     Ops,
     Overhead,
     Prompt,
@@ -415,12 +415,21 @@ def show_options(
     )
 
 
-def dashboard(config: EngineConfig, options: Options, record: Path | None, redact: bool) -> int:
-    """The dashboard over a live engine, recorded if wished."""
+def dashboard(
+    config: EngineConfig,
+    options: Options,
+    record: Path | None,
+    redact: bool,
+    simulated: Simulation | None = None,
+    load: Workload | None = None,
+) -> int:
+    """The dashboard over a live or simulated engine, recorded if wished, with a load if wished."""
     from engine import Engine
     from kvtop.run import run_live
 
-    engine = Engine(config)
+    engine = Engine(config) if simulated is None else Engine(config, build=simulated.build)
+    if load is not None:
+        engine.play(load)
     if record is None:
         return run_live(engine, options)
     from kvtop.recorder import Recorder

@@ -20,6 +20,7 @@ from kvtop.app import KvtopApp
 from kvtop.options import Options, View
 from kvtop.picture import FORMATS, PictureError, render
 from kvtop.recording import RecordingError, read
+from kvtop.session import Session
 from kvtop.state import DashboardState
 from kvtop.text import cut, safe_text
 
@@ -124,7 +125,7 @@ class _ShotApp(KvtopApp):
 
 
 async def _picture(batches: list[StepBatch], moment: float, size: Size, options: Options, kind: str) -> bytes:
-    app = _ShotApp(_Nothing(f"{moment:.1f} s"), options, wall=lambda: moment)
+    app = _ShotApp(Session(_Nothing(f"{moment:.1f} s"), options), wall=lambda: moment)
     app.moment = moment
     app.animation_level = "none"
     async with app.run_test(size=size) as pilot:

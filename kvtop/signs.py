@@ -27,11 +27,11 @@ def badges(app: KvtopApp) -> list[Badge]:
     state, told = app.state, list[Badge]()
     if state.losses:
         told.append(Badge(f"LOST {state.losses}", "error"))
-    if app.options.recording:
+    if app.session.options.recording:
         told.append(Badge("REC", "error"))
-    if app.slow:
-        told.append(Badge(f"SLOW {app.slow:g} s", "warning"))
-    if app.stepping:
+    if app.session.slow:
+        told.append(Badge(f"SLOW {app.session.slow:g} s", "warning"))
+    if app.session.stepping:
         told.append(Badge("STEP", "warning"))
     told.append(_mode(app))
     return told
@@ -40,24 +40,26 @@ def badges(app: KvtopApp) -> list[Badge]:
 def _mode(app: KvtopApp) -> Badge:
     if any(e.fatal for e in app.state.errors):
         return Badge("FAILED", "error")
-    if app.frozen:
+    if app.session.frozen:
         return Badge("FROZEN", "warning")
-    if app.engine is None:
-        return Badge(f"REPLAY {getattr(app.source, 'place', '')}".rstrip(), "primary")
+    if app.session.engine is None:
+        return Badge(f"REPLAY {app.session.place}".rstrip(), "primary")
     if app.state.started is None:
         return Badge("LOADING", "warning")
-    return Badge("DEMO" if app.play is not None else "LIVE", "success")
+    return Badge("DEMO" if app.session.play is not None else "LIVE", "success")
 
 
 def keys(app: KvtopApp) -> list[Key]:
     """What works now, the most useful first: a narrow line drops the rest."""
-    slow = Key("F3", "run on" if app.stepping else "full speed" if app.slow else "slow motion", "f3")
-    if app.play is not None:
-        go_on = [Key("Enter", "go on", "enter")] if app.play.waiting else []
+    slow = Key(
+        "F3", "run on" if app.session.stepping else "full speed" if app.session.slow else "slow motion", "f3"
+    )
+    if app.session.play is not None:
+        go_on = [Key("Enter", "go on", "enter")] if app.session.play.waiting else []
         return [*go_on, _HELP, _VIEW, slow, _STEP, _QUIT]
-    if app.engine is None:
+    if app.session.engine is None:
         return [
-            Key("space", "pause" if app.playing else "play", "space"),
+            Key("space", "pause" if app.session.playing else "play", "space"),
             Key(", .", "step", "full_stop"),
             Key("[ ]", "1 s", "right_square_bracket"),
             Key("{ }", "10 s", "right_curly_bracket"),
@@ -78,7 +80,7 @@ def keys(app: KvtopApp) -> list[Key]:
         ]
     return [
         Key("i", "prompt", "i"),
-        Key("space", "go on" if app.frozen else "freeze", "space"),
+        Key("space", "go on" if app.session.frozen else "freeze", "space"),
         _STEP,
         slow,
         _HELP,
@@ -96,18 +98,22 @@ def tell_next(app: KvtopApp) -> None:
     hint.warns = fatal is not None
     if fatal is not None:
         hint.says, hint.why = safe_text(fatal.message), "ctrl+q quits"
-    elif app.stepping:
+    elif app.session.stepping:
         hint.says, hint.why = "the engine stands still: . runs one step, F3 lets it run on", ""
-    elif app.frozen:
+    elif app.session.frozen:
         hint.says, hint.why = "the display is frozen, the engine runs on; space catches up", ""
-    elif app.asker is not None and app.main.typing:
-        told = app.asker.next_enter(app.main.prompt.value)
+    elif app.session.asker is not None and app.main.typing:
+        told = app.session.asker.next_enter(app.main.prompt.value)
         hint.says, hint.why = told.says, told.why
     else:
         hint.says, hint.why = "key mode: letters act; i or Enter goes back to the prompt", ""
-    if app.play is not None:
+    if app.session.play is not None:
         caption = app.main.caption
-        caption.says = app.play.caption
+        caption.says = app.session.play.caption
         caption.then = (
-            "q quits" if app.play.verdict is not None else "Enter goes on" if app.play.waiting else ""
+            "q quits"
+            if app.session.play.verdict is not None
+            else "Enter goes on"
+            if app.session.play.waiting
+            else ""
         )

@@ -14,7 +14,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from engine import Engine, EngineConfig, SetupError
-from kvtop.app import KvtopApp, run_live
+from kvtop import run
+from kvtop.app import KvtopApp
 from kvtop.options import Options
 from tests.demos.toy import build
 
@@ -47,10 +48,8 @@ def main() -> int:
     """Exit code of the dashboard."""
     mode = sys.argv[1]
     if mode == "crash":
-        import kvtop.app
-
-        kvtop.app.KvtopApp = Crashing  # type: ignore[misc]
-    return run_live(Engine(EngineConfig(), build=make(mode), device_interval=0), Options())
+        run.KvtopApp = Crashing  # type: ignore[misc]
+    return run.run_live(Engine(EngineConfig(), build=make(mode), device_interval=0), Options())
 
 
 if __name__ == "__main__":

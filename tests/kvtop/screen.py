@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from engine.events import StepBatch
 from kvtop.app import KvtopApp
 from kvtop.options import Options
+from kvtop.session import Session
 from kvtop.state import DashboardState
 
 SIZES = ((1, 1), (20, 5), (50, 15), (80, 24), (100, 30), (120, 40), (200, 60))
@@ -38,7 +39,7 @@ class Show:
     def __init__(self, options: Options, batches: Sequence[StepBatch]) -> None:
         self.wall = 0.0
         self.feed = Feed(batches)
-        self.app = KvtopApp(self.feed, options, wall=lambda: self.wall)
+        self.app = KvtopApp(Session(self.feed, options), wall=lambda: self.wall)
 
     def apply(self, batches: Sequence[StepBatch], after: float = 100.0) -> None:
         """Apply at once, then look again `after` seconds later: by default when no mark moves any more."""

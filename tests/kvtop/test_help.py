@@ -13,6 +13,7 @@ from kvtop.app import KvtopApp
 from kvtop.options import Options
 from kvtop.palette import Palette
 from kvtop.screens.help import MAP, HelpScreen, HelpText, sections
+from kvtop.session import Session
 from kvtop.shot import _Nothing
 from kvtop.widgets.block_map import GLYPHS
 from kvtop.widgets.budget import BudgetPanel
@@ -129,7 +130,7 @@ async def test_help_fits_every_size(size: tuple[int, int]) -> None:
 
 
 async def test_every_figure_of_the_default_view_is_defined() -> None:
-    app = KvtopApp(_Nothing("0 s"), Options())
+    app = KvtopApp(Session(_Nothing("0 s"), Options()))
     async with app.run_test(size=(100, 30)) as pilot:
         await pilot.pause()
         await pilot.press("f1")

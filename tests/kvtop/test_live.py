@@ -14,6 +14,7 @@ import pytest
 from engine import Engine, EngineConfig, SetupError
 from kvtop.app import KvtopApp
 from kvtop.options import Options
+from kvtop.session import Session
 from kvtop.sources import LiveSource
 from tests.demos.toy import build
 
@@ -23,7 +24,7 @@ class Live:
 
     def __init__(self, options: Options, make: Any) -> None:
         self.engine = Engine(EngineConfig(), build=make, device_interval=0)
-        self.app = KvtopApp(LiveSource(self.engine), options, engine=self.engine)
+        self.app = KvtopApp(Session(LiveSource(self.engine), options, self.engine))
 
     async def until(self, done: Callable[[], bool], seconds: float = 20.0) -> None:
         """Wait for the engine's thread."""
@@ -66,15 +67,15 @@ async def test_typing_types_and_keys_act_only_in_key_mode() -> None:
         app, pilot = shown.app, shown.pilot
         assert app.main.typing and "Esc keys" in app.main.key_line.lines[0]
         await pilot.press("q", "i", "space", "x", "s", "full_stop", "L", "question_mark")
-        assert app.main.prompt.value == "qi xs.L?" and app.return_code is None and not app.frozen
+        assert app.main.prompt.value == "qi xs.L?" and app.return_code is None and not app.session.frozen
         await pilot.press("escape")
         await pilot.pause()
         app.paint()
         assert not app.main.typing and app.main.key_line.lines[0].startswith(" i prompt   space freeze")
         await pilot.press("space")
-        assert app.frozen and app.main.prompt.value == "qi xs.L?"
+        assert app.session.frozen and app.main.prompt.value == "qi xs.L?"
         await pilot.press("space", "i")
-        assert not app.frozen and app.main.typing
+        assert not app.session.frozen and app.main.typing
         await pilot.press("escape", "enter")
         assert app.main.typing
         await pilot.press("escape", "q")
@@ -142,7 +143,7 @@ async def test_freezing_keeps_what_comes() -> None:
     async with live() as shown:
         app = shown.app
         await shown.pilot.press("escape", "space")
-        app.asker.send("hello")
+        app.session.asker.send("hello")
         await shown.until(lambda: not shown.engine._inbox and not shown.engine._live().has_work)
         await asyncio.sleep(0.05)
         app.tick()
@@ -159,9 +160,9 @@ async def test_slow_motion_and_single_steps() -> None:
         app.paint()
         assert any(b.text.startswith("SLOW") for b in app.main.header.badges)
         await shown.pilot.press("f3", "escape", "full_stop")
-        assert app.stepping and app.slow == 0
+        assert app.session.stepping and app.session.slow == 0
         await shown.until(lambda: shown.engine._paused and not shown.engine._single_steps)
-        app.asker.send("hello")
+        app.session.asker.send("hello")
         await shown.until(lambda: 1 in app.state.requests)
         step = app.state.step
         await shown.pilot.press("full_stop")
@@ -170,7 +171,7 @@ async def test_slow_motion_and_single_steps() -> None:
         assert "stands still" in shown.hint and "F3 run on" in app.main.key_line.lines[0]
         await shown.pilot.press("f3")
         await shown.finished(1)
-        assert not app.stepping
+        assert not app.session.stepping
 
 
 async def test_prompts_of_the_start_run_at_once() -> None:
@@ -210,7 +211,7 @@ async def test_x_aborts_what_runs() -> None:
     async with live() as shown:
         app = shown.app
         await shown.pilot.press("escape", "full_stop")
-        app.asker.send("hello")
+        app.session.asker.send("hello")
         await shown.until(lambda: 1 in app.state.requests)
         await shown.pilot.press("full_stop")
         await shown.until(lambda: bool(app.state.running))
@@ -233,19 +234,19 @@ async def test_a_demo_plays_with_captions(name: str) -> None:
         app = shown.app
         try:
             assert not app.main.typing
-            await shown.until(lambda: app.play is not None and app.play.waiting)
+            await shown.until(lambda: app.session.play is not None and app.session.play.waiting)
             app.paint()
             await pilot.pause()
             assert app.main.caption.display and app.main.caption.lines
             assert any("Enter goes on" in line for line in app.main.caption.lines)
             for _ in range(60):
-                await shown.until(lambda: app.play.waiting or app.play.verdict is not None)
-                if app.play.verdict is not None:
+                await shown.until(lambda: app.session.play.waiting or app.session.play.verdict is not None)
+                if app.session.play.verdict is not None:
                     break
                 await pilot.press("enter")
-            assert app.play.verdict is not None
+            assert app.session.play.verdict is not None
             await pilot.press("q")
             await pilot.pause()
-            assert app.return_code == (0 if app.play.verdict["ok"] else 1)
+            assert app.return_code == (0 if app.session.play.verdict["ok"] else 1)
         finally:
             await asyncio.to_thread(shown.engine.stop)
