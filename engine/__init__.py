@@ -10,14 +10,30 @@ if TYPE_CHECKING:
     from engine.config import EngineConfig, SetupError
     from engine.engine import Engine
     from engine.params import SamplingParams
+    from engine.simulated import Simulation
+    from engine.workload import Workload, load_workload
 
-__all__ = ["Engine", "EngineConfig", "SamplingParams", "SetupError", "bench", "events", "sizing"]
+__all__ = [
+    "Engine",
+    "EngineConfig",
+    "SamplingParams",
+    "SetupError",
+    "Simulation",
+    "Workload",
+    "bench",
+    "events",
+    "load_workload",
+    "sizing",
+]
 
 _home = {
     "Engine": "engine.engine",
     "EngineConfig": "engine.config",
     "SamplingParams": "engine.params",
     "SetupError": "engine.config",
+    "Simulation": "engine.simulated",
+    "Workload": "engine.workload",
+    "load_workload": "engine.workload",
 }
 
 

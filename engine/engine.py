@@ -19,6 +19,7 @@ from operator import index
 from typing import Literal
 
 from engine.chat import Conversation
+from engine.clock import Clock, WallClock
 from engine.config import EngineConfig, SetupError
 from engine.core import EngineCore
 from engine.device import DeviceSampler
@@ -32,9 +33,12 @@ from engine.events import (
     ModelLoading,
     StepBatch,
 )
+from engine.load import Arrival, Load
 from engine.params import SamplingParams
 from engine.sequence import Request
 from engine.start import Built, Progress, build
+from engine.synthetic import Language
+from engine.workload import Workload
 
 Sink = Callable[[StepBatch], None]
 Build = Callable[[EngineConfig, Progress], Built]
@@ -83,7 +87,7 @@ class Engine:
         self._build = build
         self._device_interval = device_interval
         self._sinks: list[Sink] = []
-        self._t0 = time.perf_counter()
+        self._clock: Clock = WallClock()
         self._epoch = time.time()
         self._log = EventLog(self.clock, self._publish)
         self._inbox: deque[Callable[[], None]] = deque()
@@ -95,6 +99,11 @@ class Engine:
         self._chats: dict[int, _Chat] = {}
         self._core: EngineCore | None = None
         self._model: Built | None = None
+        self._load: Load | None = None
+        self._arrivals: dict[int, Arrival] = {}
+        """Requests of the load that are under way."""
+        self._loads_asked = self._loads_over = self._load_requests = 0
+        self._sample_at = float("inf")
         self._stopping = False
         self._give_up_start = False
         self._paused = False
@@ -103,8 +112,8 @@ class Engine:
         self._thread = threading.Thread(target=self._run, name="kvtop-engine", daemon=True)
 
     def clock(self) -> float:
-        """Seconds since this engine was made: the `t` of its batches."""
-        return time.perf_counter() - self._t0
+        """Seconds since this engine was made: the `t` of its batches. Virtual ones where it is simulated."""
+        return self._clock.now()
 
     # ---------------------------------------------------------------- life, from any thread
 
@@ -143,6 +152,8 @@ class Engine:
 
         self._give_up_start = True
         self._post(command)
+        if self._model is not None and self._model.clock is not None:
+            self._model.clock.close()
         if self._thread.is_alive():
             self._thread.join(timeout)
 
@@ -211,6 +222,32 @@ class Engine:
 
         self._post(command)
 
+    def play(self, workload: Workload) -> None:
+        """Let a workload's requests arrive, its second 0 being when this is heard; one at a time."""
+        self._loads_asked += 1
+
+        def command() -> None:
+            if self._load is not None:
+                self._loads_over += 1
+                self._log.emit(EngineError(f"a load is under way: {workload.name} was not started"))
+                return
+            model = self._model
+            assert model is not None
+            language = Language.of(model.tokenizer, model.runner.vocab_size)
+            self._load = Load(workload, language, self.clock())
+
+        self._post(command)
+
+    @property
+    def load_over(self) -> bool:
+        """No request of a load will come any more; those that came may still run."""
+        return self._loads_asked == self._loads_over
+
+    @property
+    def load_requests(self) -> int:
+        """Requests of loads that have come so far."""
+        return self._load_requests
+
     # ---------------------------------------------------------------- control, from any thread
 
     def pause(self) -> None:
@@ -276,7 +313,7 @@ class Engine:
         sampler = None
         try:
             core = self._begin()
-            if self._device_interval > 0:
+            if self._sample_at == float("inf") and self._device_interval > 0:
                 sampler = DeviceSampler(self._sample, self._device_interval, core.runner.device)
                 sampler.start()
             self._ready.set()
@@ -301,16 +338,25 @@ class Engine:
             self._ready.set()
 
     def _begin(self) -> EngineCore:
+        told = 0.0
+
         def progress(done: int, total: int, what: str) -> None:
+            nonlocal told
             if self._give_up_start:
                 raise _StartGivenUp
             self._log.cut(ModelLoading(done, total, what))
+            told = self.clock()
 
         model = self._model = self._build(self.config, progress)
+        if model.clock is not None:
+            model.clock.start(told)
+            self._clock = model.clock
+        if model.sample is not None and self._device_interval > 0:
+            self._sample_at = self.clock() + self._device_interval
         runner = model.runner
         config = self.config
         if config.max_num_batched_tokens is None:
-            budget = 2048 if runner.device == "cuda" else 512
+            budget = 512 if runner.device == "cpu" else 2048
             config = replace(config, max_num_batched_tokens=max(budget, 2 * config.max_num_seqs))
         seed = (
             secrets.randbits(53) if config.hash_seed is None else config.hash_seed
@@ -335,7 +381,7 @@ class Engine:
         self._log.cut(
             EngineStarted(
                 schema=SCHEMA,
-                source="live",
+                source=model.source,
                 capabilities=able,
                 model=runner.model_name,
                 device=runner.device,
@@ -360,23 +406,58 @@ class Engine:
             self._wake.clear()
             if self._inbox:
                 continue
-            may_step = not self._paused or self._single_steps > 0
-            if not (core.has_work and may_step):
-                self._single_steps = 0
-                core.flush()
-                self._wake.wait()
-                continue
+            if not self._paused or self._single_steps > 0:
+                self._arrive()
+                if core.has_work:
+                    self._single_steps -= self._paused
+                    core.step()
+                    self._tell_device()
+                    if self._slow and not self._paused:
+                        self._rest()
+                    continue
+            self._single_steps = 0
+            core.flush()
             if self._paused:
-                self._single_steps -= 1
-            core.step()
-            if self._slow and not self._paused:
-                self._rest()
+                self._wake.wait()
+            else:
+                self._clock.wait(self._wake, self._load.next_at if self._load else None)
+                self._tell_device()
+
+    def _arrive(self) -> None:
+        """Queue what has come of the load."""
+        if self._load is None:
+            return
+        for arrival in self._load.take(self.clock()):
+            request_id = next(self._ids)
+            self._arrivals[request_id] = arrival
+            self._load_requests += 1
+            self._live().add_request(
+                request_id,
+                arrival.token_ids,
+                arrival.params,
+                t_arrival=arrival.at,
+                spans=arrival.spans,
+            )
+        self._end_load()
+
+    def _end_load(self) -> None:
+        if self._load is not None and self._load.over:
+            self._load = None
+            self._loads_over += 1
+
+    def _tell_device(self) -> None:
+        """A simulated device has its own say, once an interval of the engine's clock."""
+        now = self.clock()
+        if now >= self._sample_at:
+            assert self._model is not None and self._model.sample is not None
+            self._log.emit(self._model.sample())
+            self._sample_at = now + self._device_interval
 
     def _rest(self) -> None:
-        """Slow motion's wait; commands are carried out meanwhile."""
-        begun = self.clock()
+        """Slow motion's wait, on the wall's clock; commands are carried out meanwhile."""
+        begun = time.monotonic()
         while not (self._paused or self._stopping):
-            left = begun + self._slow - self.clock()  # a command may have changed the pace
+            left = begun + self._slow - time.monotonic()  # a command may have changed the pace
             if left <= 0:
                 return
             if self._wake.wait(left):
@@ -463,7 +544,8 @@ class Engine:
             turn.request_id,
             token_ids,
             turn.params,
-            t_arrival=turn.t_arrival,
+            # a turn that came while the model was loading has the wall's time, the engine's may be virtual
+            t_arrival=min(turn.t_arrival, self.clock()),
             priority=turn.priority,
             salt=turn.salt,
             conversation=conversation,
@@ -478,6 +560,11 @@ class Engine:
         self._add(turn, [], refuse="aborted while an earlier turn of its conversation ran", ends="abort")
 
     def _finished(self, request: Request) -> None:
+        arrival = self._arrivals.pop(request.request_id, None)
+        if arrival is not None and self._load is not None:
+            output = list(request.branches[0].output_ids) if request.branches else []
+            self._load.finished(arrival, self.clock(), output)
+            self._end_load()
         number = request.conversation
         if number is None:
             return

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from engine.chat import ChatTokenizer
+from engine.clock import VirtualClock
 from engine.config import EngineConfig
+from engine.events import DeviceSample
 from engine.runner import ModelRunner
 
 Progress = Callable[[int, int, str], None]
@@ -35,6 +37,11 @@ class Built:
     """temperature, top_k, top_p, do_sample of the model's generation_config."""
     knobs: dict[str, Any] = field(default_factory=dict)
     """What the start decided beyond the config, for EngineStarted.knobs."""
+    source: Literal["live", "simulated"] = "live"
+    clock: VirtualClock | None = None
+    """What the engine lives by from here on; None: the wall's."""
+    sample: Callable[[], DeviceSample] | None = None
+    """The device since the last call, where the runner itself knows; None: the machine is asked."""
 
 
 def build(config: EngineConfig, progress: Progress) -> Built:

@@ -53,6 +53,19 @@ Seed = Annotated[int, opt("Of the sampling.", "--seed")]
 HashSeed = Annotated[int | None, opt("Of the block hashes; random without.", "--hash-seed")]
 Threads = Annotated[int | None, opt("CPU threads; all cores without.", "--threads")]
 
+Simulate = Annotated[
+    str | None, opt("Compute nothing: this model as it would run --on a GPU.", "--simulate", metavar="MODEL")
+]
+On = Annotated[str | None, opt("The simulated GPU, like h100 or 4xh200.", "--on", metavar="DEVICE")]
+Speed = Annotated[
+    float | None,
+    opt("Simulated seconds a second; 1 in the dashboard, without it as fast as possible.", "--speed"),
+]
+LoadName = Annotated[
+    str | None,
+    opt("Requests that arrive by themselves: hour, chat, … or a .toml.", "--load", metavar="NAME|FILE"),
+]
+
 Prompt = Annotated[list[str] | None, opt("Ask this; may be given several times.", "--prompt", "-p")]
 Prompts = Annotated[
     str | None,

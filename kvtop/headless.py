@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import queue
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -18,14 +17,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
-from engine import Engine, EngineConfig
-from engine.events import EngineStarted, ModelLoading, StepBatch, encode_batch
+from engine import Engine, EngineConfig, Simulation, Workload
+from engine.events import EngineStarted, ModelLoading, RequestFinished, StepBatch, encode_batch
 from kvtop.asks import Ask
+from kvtop.pipe import Pipe
 from kvtop.recorder import Recorder
 from kvtop.requests import RequestView
+from kvtop.series import percentile
 from kvtop.state import DashboardState
 from kvtop.text import cut, safe_text
-from kvtop.units import count, duration, rate, size
+from kvtop.units import NONE, count, duration, percent, rate, size
 
 PROGRESS_S = 0.1
 """Seconds between two states of the loading line."""
@@ -34,7 +35,7 @@ PROGRESS_S = 0.1
 @dataclass(frozen=True, slots=True)
 class Wishes:
     """as_json: StepBatch lines and the summary; with `once` the summary alone. concurrent: all prompts at
-    once, else one after another."""
+    once, else one after another. load: requests that arrive beside them."""
 
     as_json: bool = False
     once: bool = False
@@ -42,6 +43,7 @@ class Wishes:
     record: Path | None = None
     redact: bool = False
     slow: float = 0.0
+    load: Workload | None = None
 
 
 def run(
@@ -49,21 +51,29 @@ def run(
     asks: Sequence[Ask],
     wishes: Wishes,
     *,
+    simulation: Simulation | None = None,
     build: Any = None,
     out: BinaryIO | None = None,
     err: TextIO | None = None,
 ) -> int:
     """Answer `asks`. Returns the exit code: 0; 1 if the engine failed on the way; 2 if every request was
     refused; 130 after ctrl+c. Raises SetupError when the engine cannot start or the recording cannot be
-    written. build stands in for Engine's own (a toy in tests)."""
+    written. simulation: what to simulate instead. build stands in for Engine's own (a toy in tests)."""
+    build = build or (simulation and simulation.build)
     engine = Engine(config) if build is None else Engine(config, build=build)
-    batches: queue.SimpleQueue[StepBatch] = queue.SimpleQueue()
+    # An engine whose time is simulated as fast as possible waits for its readers.
+    patient = simulation is not None and simulation.speed is None
+    batches = Pipe(patient=patient)
     engine.subscribe(batches.put)
     talk = Talk(err or sys.stderr)
     recorder = None
     if wishes.record is not None:
         recorder = Recorder(
-            wishes.record, wishes.redact, request_snapshot=engine.request_snapshot, on_problem=talk.say
+            wishes.record,
+            wishes.redact,
+            request_snapshot=engine.request_snapshot,
+            on_problem=talk.say,
+            patient=patient,
         )
         engine.subscribe(recorder)
     data = out or sys.stdout.buffer
@@ -79,6 +89,7 @@ def run(
         return 0
     finally:
         with suppress(KeyboardInterrupt):
+            batches.close()
             engine.stop()
             if recorder is not None:
                 recorder.close()
@@ -90,7 +101,7 @@ class Session:
     def __init__(
         self,
         engine: Engine,
-        batches: queue.SimpleQueue[StepBatch],
+        batches: Pipe,
         asks: list[Ask],
         wishes: Wishes,
         out: BinaryIO,
@@ -101,6 +112,8 @@ class Session:
         self._out = out
         self._asks = asks
         self._ids: list[int] = []
+        self._finished = 0
+        """Requests that came to an end, the load's included."""
         self._shown = 0
         """Requests whose text is wholly printed."""
         self._printed = 0
@@ -112,18 +125,22 @@ class Session:
         self._engine.wait_ready()
         if self._wishes.slow:
             self._engine.set_slow(self._wishes.slow)
+        if self._wishes.load is not None:
+            self._engine.play(self._wishes.load)
         while len(self._ids) < len(self._asks) and self.state.stopped is None:
             self._submit()
             if not self._wishes.concurrent:
                 self._until(self._answered)
-        self._until(self._answered)
+        self._until(self._answered if self._wishes.load is None else self._all_over)
         failed = next((e.message for e in self.state.errors if e.fatal), None)
         if failed is not None:
             self._talk.say(failed)
         self._engine.stop()
+        self._until(lambda: False)
         if self._wishes.as_json:
-            self._until(lambda: False)
             self._write(json.dumps(self.state.summary()).encode() + b"\n")
+        elif self._wishes.load is not None:
+            self._write("".join(f"{line}\n" for line in figures(self.state)).encode())
         return 1 if failed is not None else 2 if self._all_refused() else 0
 
     def _submit(self) -> None:
@@ -141,6 +158,7 @@ class Session:
 
     def _take(self, batch: StepBatch) -> None:
         self.state.apply(batch)
+        self._finished += sum(type(e) is RequestFinished for e in batch.events)
         self._talk.hear(batch)
         if not self._wishes.as_json:
             self._print_text()
@@ -151,9 +169,13 @@ class Session:
         views = self.state.requests
         return all(i in views and views[i].done for i in self._ids)
 
+    def _all_over(self) -> bool:
+        """The load has come to its end, and so have all requests."""
+        engine = self._engine
+        return engine.load_over and self._finished >= len(self._ids) + engine.load_requests
+
     def _all_refused(self) -> bool:
-        views = [self.state.requests[i] for i in self._ids if i in self.state.requests]
-        return bool(views) and all(v.finish_reason == "refused" for v in views)
+        return 0 < self._finished == self.state.refused
 
     def _print_text(self) -> None:
         """The answers in the order they were asked, each as far as it has come."""
@@ -234,6 +256,26 @@ def kv_sum(e: EngineStarted) -> str:
         f"x {count(e.num_blocks)} blocks = {size(e.num_blocks * e.bytes_per_block)}, "
         f"{count(usable * e.block_size)} tokens"
     )
+
+
+def figures(state: DashboardState) -> list[str]:
+    """What a load came to, for people."""
+    views = [v for v in state.requests.values() if v.usage is not None]
+    ttft = [v.ttft for v in views if v.ttft is not None]
+    itl = [gap for v in views for gap in v.itl]
+    hit = state.hit_rate()
+    told = [
+        f"{count(len(views))} requests in {duration(state.t)}: {count(state.output_tokens)} tokens, "
+        f"{rate(state.output_tokens / max(state.t, 1e-9), 'tok/s')}",
+        f"prefix cache: {NONE if hit is None else percent(hit)} of {count(state.query_tokens)} prompt tokens read, "
+        f"{count(state.evictions)} blocks evicted",
+        f"{count(state.preemptions)} preemptions, {count(state.refused)} refused",
+    ]
+    for name, values in (("first token", ttft), ("between tokens", itl)):
+        p50, p99 = (percentile(values, q) for q in (50, 99))
+        if p50 is not None and p99 is not None:
+            told.append(f"{name}: p50 {duration(p50)}, p99 {duration(p99)}")
+    return told
 
 
 def about(view: RequestView) -> str:

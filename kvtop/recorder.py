@@ -25,10 +25,13 @@ __all__ = ["Recorder", "RecordingError", "read"]
 
 KEY_FRAME_S = 5.0
 """Seconds of the batches' clock between the snapshots that it asks for."""
+HASHES_A_BATCH = 8
+"""Hashes of the last snapshot for which at least one batch lies before the next: about half the bytes then."""
 FLUSH_S = 0.5
 """Seconds after which what was written is handed to the system, so that a crash loses little."""
 CAPACITY = 8192
 """Batches that may wait for the disk: over a minute of a busy engine."""
+PAUSE_S = 0.002
 
 
 class Recorder:
@@ -46,8 +49,10 @@ class Recorder:
         request_snapshot: Callable[[], None] | None = None,
         on_problem: Callable[[str], None] | None = None,
         capacity: int = CAPACITY,
+        patient: bool = False,
     ) -> None:
-        """`.gz` at the end of the name compresses. Raises RecordingError when the file cannot be made."""
+        """`.gz` at the end of the name compresses. patient: the engine waits for the disk, for one whose time is
+        simulated and stands still meanwhile. Raises RecordingError when the file cannot be made."""
         self.path = Path(path).expanduser()
         self.problem: str | None = None
         """Why the recording is truncated, one line."""
@@ -58,9 +63,13 @@ class Recorder:
         self._request_snapshot = request_snapshot
         self._on_problem = on_problem
         self._capacity = capacity
+        self._patient = patient
         self._queue: queue.SimpleQueue[StepBatch | None] = queue.SimpleQueue()
         self._changed = False
         self._last_snapshot: float | None = None
+        self._taken = self._taken_then = 0
+        """Batches so far, and at the last snapshot."""
+        self._spacing = 0
         self._flushed = 0.0
         try:
             self._raw = self.path.open("wb", buffering=1 << 16)
@@ -74,13 +83,16 @@ class Recorder:
         self._thread.start()
 
     def __call__(self, batch: StepBatch) -> None:
-        """Take a batch (in the engine's thread); never waits."""
+        """Take a batch (in the engine's thread); waits only if `patient`."""
+        while self._patient and self._queue.qsize() >= self._capacity and self.problem is None:
+            time.sleep(PAUSE_S)
         if self.problem is not None:
             return
         if self._queue.qsize() >= self._capacity:
             self._give_up(f"the disk is too slow, {self._capacity:,} batches were waiting")
             return
         self._queue.put(batch)
+        self._watch(batch)
 
     def close(self, timeout: float = 10.0) -> None:
         """Write what waits and close the file; gives up on a disk that does not answer in `timeout` s."""
@@ -125,25 +137,30 @@ class Recorder:
             out += encode_batch(batch)
             out += b"\n"
             self.batches += 1
-            self._watch(batch)
+            self.complete = self.complete or type(batch.events[-1]) is EngineStopped
         self._file.write(out)
         if time.monotonic() - self._flushed >= FLUSH_S:
             self._flush()
 
     def _watch(self, batch: StepBatch) -> None:
-        """Asks for the next key-frame once it is due."""
+        """Asks for the next key-frame once it is due (in the engine's thread, so at the same place each time)."""
+        self._taken += 1
         for e in batch.events:
             if type(e) in POOL_EVENTS:
                 self._changed = True
             elif type(e) is PoolSnapshot:
-                self._changed, self._last_snapshot = False, batch.t
-            elif type(e) is EngineStopped:
-                self.complete = True
+                self._begin_frame(batch)
+                # of a large pool it is as long as many batches: it must not become most of the file
+                self._spacing = len(e.hashed_ids) // HASHES_A_BATCH
         if self._last_snapshot is None:
             self._last_snapshot = batch.t
-        if self._changed and batch.t - self._last_snapshot >= KEY_FRAME_S and self._request_snapshot:
-            self._changed, self._last_snapshot = False, batch.t  # what it asked for will show the rest
+        due = batch.t - self._last_snapshot >= KEY_FRAME_S and self._taken - self._taken_then >= self._spacing
+        if self._changed and due and self._request_snapshot:
+            self._begin_frame(batch)  # what it asked for will show the rest
             self._request_snapshot()
+
+    def _begin_frame(self, batch: StepBatch) -> None:
+        self._changed, self._last_snapshot, self._taken_then = False, batch.t, self._taken
 
     def _guard(self, work: Callable[[], None]) -> None:
         """Do `work` unless the recording has ended early; an error of the disk ends it."""

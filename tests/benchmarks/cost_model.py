@@ -67,9 +67,9 @@ GPT_FAST = "gpt-fast README, A100 80 GB limited to 330 W"
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One published number. kind token: a decode step of `batch` sequences, `before` tokens each; first: until the first
-    token of a prompt of `before`; rate: output tokens/s at saturation, `before` in and `after` out, at most `batch`
-    sequences at once. Times are in ms. fitted: a constant was chosen by it. why_off: in the table only."""
+    """One published number. kind token: a decode step of `batch` sequences, `before` tokens each; first: until the
+    first token of a prompt of `before`; rate: output tokens/s at saturation, `before` in and `after` out, at most
+    `batch` sequences at once. Times are in ms. fitted: a constant was chosen by it. why_off: in the table only."""
 
     kind: Literal["token", "first", "rate"]
     model: str

@@ -1,0 +1,34 @@
+"""What the command line says of a simulation and of a load: words in, checked values out.
+
+Owns which of these options need which others. Whatever is wrong is one SetupError.
+"""
+
+from __future__ import annotations
+
+from engine import SetupError, Simulation
+from kvtop.cli_options import KvDtypeName
+
+
+def simulation(
+    simulate: str | None,
+    on: str | None,
+    weights: str | None,
+    kv_cache_dtype: KvDtypeName,
+    speed: float | None,
+    *,
+    live: str | None,
+) -> Simulation | None:
+    """None: a live engine. live: the model that --model names. Raises SetupError."""
+    if simulate is None:
+        given = {"--on": on, "--weights": weights, "--speed": speed}
+        extra = next((name for name, value in given.items() if value is not None), None)
+        if extra is None and kv_cache_dtype != "auto":
+            extra = "--kv-cache-dtype"
+        if extra is not None:
+            raise SetupError(f"{extra} goes with --simulate MODEL --on DEVICE")
+        return None
+    if on is None:
+        raise SetupError("--simulate needs --on DEVICE, like --on h100, --on rtx-4070 or --on 4xh200")
+    if live is not None:
+        raise SetupError("--simulate names the model; leave out --model")
+    return Simulation(simulate, on, weights, kv_cache_dtype, speed)
