@@ -184,8 +184,8 @@ def run(
         from kvtop.headless import Wishes
         from kvtop.headless import run as answer
 
-        wishes = Wishes(json, once, concurrent, record, redact, slow, workload)
-        return answer(config, asks, wishes, simulation=simulated)
+        wishes = Wishes(json, once, concurrent, record, redact, slow, workload, simulated)
+        return answer(config, asks, wishes)
     texts = [a.prompt for a in asks if isinstance(a.prompt, str)]
     options = show_options(theme, view, fps, motion, slow, record, text, name, params, texts)
     if simulated is not None and simulated.speed is None:

@@ -35,7 +35,8 @@ PROGRESS_S = 0.1
 @dataclass(frozen=True, slots=True)
 class Wishes:
     """as_json: StepBatch lines and the summary; with `once` the summary alone. concurrent: all prompts at
-    once, else one after another. load: requests that arrive beside them."""
+    once, else one after another. load: requests that arrive beside them. simulation: what to simulate
+    instead of computing."""
 
     as_json: bool = False
     once: bool = False
@@ -44,6 +45,7 @@ class Wishes:
     redact: bool = False
     slow: float = 0.0
     load: Workload | None = None
+    simulation: Simulation | None = None
 
 
 def run(
@@ -51,14 +53,14 @@ def run(
     asks: Sequence[Ask],
     wishes: Wishes,
     *,
-    simulation: Simulation | None = None,
     build: Any = None,
     out: BinaryIO | None = None,
     err: TextIO | None = None,
 ) -> int:
     """Answer `asks`. Returns the exit code: 0; 1 if the engine failed on the way; 2 if every request was
     refused; 130 after ctrl+c. Raises SetupError when the engine cannot start or the recording cannot be
-    written. simulation: what to simulate instead. build stands in for Engine's own (a toy in tests)."""
+    written. build stands in for Engine's own (a toy in tests)."""
+    simulation = wishes.simulation
     build = build or (simulation and simulation.build)
     engine = Engine(config) if build is None else Engine(config, build=build)
     # An engine whose time is simulated as fast as possible waits for its readers.
