@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 from typing import Literal
 
 from engine.events import (
@@ -67,7 +68,8 @@ class FreeQueue:
             raise ValueError(f"cannot take {count} blocks")
         if count > self._count:
             raise NoFreeBlocks(f"no free blocks available: {count} asked for, {self._count} free")
-        follow, block, out = self._next, self._next[0], []
+        follow, out = self._next, []
+        block = follow[0]
         for _ in range(count):
             out.append(block)
             after = follow[block]
@@ -78,15 +80,17 @@ class FreeQueue:
         self._count -= count
         return out
 
-    def remove(self, block: int) -> None:
-        """Take one block out of the middle. Raises ValueError if it is not in the queue."""
-        if block not in self:
-            raise ValueError(f"block {block} is not in the free queue")
-        before, after = self._prev[block], self._next[block]
-        self._next[before] = after
-        self._prev[after] = before
-        self._next[block] = -1
-        self._count -= 1
+    def remove(self, *blocks: int) -> None:
+        """Take blocks out of the middle. Raises ValueError, unchanged, if one is not in the queue."""
+        follow, precede = self._next, self._prev
+        if min(map(follow.__getitem__, blocks), default=0) < 0 or NULL_BLOCK in blocks:
+            raise ValueError(f"not in the free queue: {[b for b in blocks if b not in self]}")
+        for block in blocks:
+            before, after = precede[block], follow[block]
+            follow[before] = after
+            precede[after] = before
+            follow[block] = -1
+        self._count -= len(blocks)
 
     def push_head(self, blocks: Sequence[int]) -> None:
         """blocks[0] becomes the head."""
@@ -180,11 +184,11 @@ class BlockPool:
         """The whole queue, next out first. O(queue)."""
         return list(self._queue)
 
-    def lookup(self, hashes: Iterable[bytes]) -> list[int]:
-        """Blocks of the longest known prefix of `hashes`: stops at the first miss. Changes nothing."""
+    def lookup(self, hashes: Sequence[bytes], limit: int | None = None) -> list[int]:
+        """Blocks of the longest known prefix of hashes[:limit]: stops at the first miss. Changes nothing."""
         out = []
         get = self._table.get
-        for h in hashes:
+        for h in islice(hashes, limit):
             block = get(h)
             if block is None:
                 break
@@ -199,22 +203,23 @@ class BlockPool:
 
     def allocate(self, seq_id: int, count: int) -> list[int]:
         """`count` blocks for new content, evicting what they held. Raises NoFreeBlocks, unchanged."""
+        if not count:
+            return []
         ids = self._take(seq_id, count)
-        if ids:
-            self.events.append(BlocksAllocated(seq_id, ids[:]))
+        self.events.append(BlocksAllocated(seq_id, ids[:]))
         return ids
 
     def touch(self, seq_id: int, ids: Sequence[int], why: Literal["hit", "fork"]) -> None:
         """One more table references each of these. Raises ValueError on the null block, unchanged."""
-        if NULL_BLOCK in ids:
-            raise ValueError("the null block stands in no table")
+        if not ids:
+            return
+        ref, hashes = self._ref, self._hash
+        free = [b for b in ids if not ref[b]]
+        self._queue.remove(*free)
+        self._num_cached -= sum(hashes[b] is not None for b in free)
         for b in ids:
-            if self._ref[b] == 0:
-                self._queue.remove(b)
-                self._num_cached -= self._hash[b] is not None
-            self._ref[b] += 1
-        if ids:
-            self.events.append(BlocksTouched(seq_id, list(ids), why))
+            ref[b] += 1
+        self.events.append(BlocksTouched(seq_id, list(ids), why))
 
     def copy(self, seq_id: int, index: int, src: int) -> int:
         """A private block for a writer of the shared `src` at table[index]; returns dst.
@@ -234,7 +239,7 @@ class BlockPool:
         if not ids:
             return
         ref, hashes = self._ref, self._hash
-        if min(map(ref.__getitem__, ids)) < 1 or len(set(ids)) < len(ids):
+        if min([ref[b] for b in ids]) < 1 or (len(ids) > 1 and len(set(ids)) < len(ids)):
             raise ValueError(f"release of an unreferenced or repeated block among {list(ids)}")
         head: list[int] = []
         tail: list[int] = []
@@ -242,9 +247,11 @@ class BlockPool:
             ref[b] -= 1
             if not ref[b]:
                 (head if hashes[b] is None else tail).append(b)
-        self._queue.push_head(head)
-        self._queue.push_tail(tail)
-        self._num_cached += len(tail)
+        if head:
+            self._queue.push_head(head)
+        if tail:
+            self._queue.push_tail(tail)
+            self._num_cached += len(tail)
         self.events.append(BlocksReleased(seq_id, list(ids)))
 
     def store(
@@ -298,9 +305,11 @@ class BlockPool:
 
     def _take(self, seq_id: int, count: int) -> list[int]:
         ids = self._queue.pop(count)
-        self._evict([b for b in ids if self._hash[b] is not None], seq_id, "reallocated")
+        ref, hashes = self._ref, self._hash
+        if self._num_cached:
+            self._evict([b for b in ids if hashes[b] is not None], seq_id, "reallocated")
         for b in ids:
-            self._ref[b] = 1
+            ref[b] = 1
         return ids
 
     def _evict(

@@ -68,12 +68,13 @@ class Paging:
         computed (its logits are needed). Changes nothing but the sequence's own hashes."""
         if not self.caching:
             return []
-        return self.pool.lookup(self.queried(seq))
+        self._extend(seq)
+        return self.pool.lookup(seq.hashes, self._most_hits(seq))
 
     def queried(self, seq: Sequence) -> list[bytes]:
         """Hashes that a look-up asks for: full blocks but for one that ends with the last token."""
         self._extend(seq)
-        return seq.hashes[: (len(seq) - 1) // self.block_size]
+        return seq.hashes[: self._most_hits(seq)]
 
     def blocks_to_admit(self, seq: Sequence, hits: list[int], tokens: int) -> int:
         """Blocks that leave the queue if `seq` is admitted with `hits` and grows to `tokens`."""
@@ -183,6 +184,9 @@ class Paging:
 
     def _blocks(self, tokens: int) -> int:
         return -(-tokens // self.block_size)
+
+    def _most_hits(self, seq: Sequence) -> int:
+        return (len(seq.tokens) - 1) // self.block_size
 
     def _must_copy(self, seq: Sequence) -> bool:
         # A block published ahead of its forward may have sharers already; its writer will not write it twice.
