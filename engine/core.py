@@ -90,6 +90,10 @@ class EngineCore:
         self._is_text = is_text
         self._eos = frozenset(eos_ids)
         self._defaults = defaults or {}
+        try:
+            SamplingParams().resolved(self._defaults, seed=0)
+        except ValueError as error:
+            raise SetupError(f"the model's own sampling defaults are wrong: {error}") from None
         self._seed = config.seed
         self._on_finished = on_finished
         self._seen = bytearray(runner.vocab_size)
@@ -231,7 +235,10 @@ class EngineCore:
         return self.finish(plan, output)
 
     def begin(self) -> Plan | None:
-        """Schedule a step; None if there is nothing to run."""
+        """Schedule a step; None if there is nothing to run. Every plan goes to finish() before the next
+        begin(): what it published ahead of its forward could not be taken back any more."""
+        if self.scheduler.next_scheduled():
+            raise RuntimeError("the step in flight was not finished")
         if not self.scheduler:
             return None
         start = self.clock()

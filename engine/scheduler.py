@@ -114,12 +114,18 @@ class Scheduler:
         self._add_row(seq, n)
 
     def _admit_waiting(self) -> None:
+        if not self.waiting or self._left <= 0:
+            return
+        places = self.places
+        # What running prompts will still take until they are computed.
+        promised = sum(map(self._promised_blocks, self.running))
         while self.waiting and self._left > 0:
             request = self.waiting[0]
-            if len(request.live) > self.places:
-                self._block(request, len(request.live), self.places, "max_num_seqs")
+            branches = request.live
+            if len(branches) > places:
+                self._block(request, len(branches), places, "max_num_seqs")
                 return
-            seq = request.live[0]
+            seq = branches[0]
             hits = self.paging.lookup(seq)
             want = len(seq) - len(hits) * self.paging.block_size
             n = self._chunk(seq, want)
@@ -129,11 +135,13 @@ class Scheduler:
             # The whole sequence must fit, not only its first chunk, into what the running prompts leave
             # over: two that start and then cannot both go on would compute everything twice.
             need = self.paging.blocks_to_admit(seq, hits, len(seq)) + self._sibling_blocks(request)
-            free = self.paging.pool.num_available - self._promised_blocks()
+            free = self.paging.pool.num_available - promised
             if need > free:
                 self._block(request, need, free, "blocks")
                 return
             self._admit(request, seq, hits, n)
+            places -= len(branches)
+            promised += self._promised_blocks(request)
 
     def _admit(self, request: Request, seq: Sequence, hits: list[int], n: int) -> None:
         resumed = request.status is Status.PREEMPTED
@@ -167,11 +175,9 @@ class Scheduler:
         assert grown, "the admission gate counted fewer blocks than growth takes"
         self._add_row(seq, n)
 
-    def _promised_blocks(self) -> int:
-        """Blocks that the running prompts will still take until they are computed."""
-        return sum(
-            self.paging.blocks_to_grow(s, len(s)) for r in self.running for s in r.live if not s.is_decoding
-        )
+    def _promised_blocks(self, request: Request) -> int:
+        """Blocks that what it has to prefill will still take."""
+        return sum(self.paging.blocks_to_grow(s, len(s.tokens)) for s in request.live if not s.is_decoding)
 
     def _sibling_blocks(self, request: Request) -> int:
         """Blocks that the other branches of a resumed request will need beside the first one's."""

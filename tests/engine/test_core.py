@@ -453,6 +453,8 @@ def test_a_step_that_was_never_executed_is_undone() -> None:
     request = rig.add(prompt(50), 3)
     plan = rig.core.begin()
     assert plan is not None
+    with pytest.raises(RuntimeError, match="in flight was not finished"):
+        rig.core.begin()
     rig.core.finish(plan, None)
     rig.check()
     assert rig.finished(request).error == "the step was not executed" and rig.pool.num_hashes == 0
@@ -561,6 +563,8 @@ def test_model_defaults_fill_what_a_request_leaves_open() -> None:
     request = rig.add(prompt(5), 1, temperature=None)
     assert (request.params.temperature, request.params.top_k, request.params.top_p) == (0.6, 20, 1.0)
     assert rig.add(prompt(5), 1, temperature=0).params.is_greedy
+    with pytest.raises(SetupError, match="sampling defaults are wrong: top_k must be"):
+        Rig(defaults={"do_sample": True, "top_k": -1})
 
 
 # --------------------------------------------------------------------------- forks in the engine
