@@ -8,6 +8,7 @@ sensible is shown and nothing raises.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import islice
 from typing import TYPE_CHECKING, ClassVar
 
 from textual import events, on
@@ -21,6 +22,8 @@ from textual.widgets import Label
 from kvtop import lookup
 from kvtop.motion import Motion
 from kvtop.options import View
+from kvtop.text import cut
+from kvtop.widgets import story
 from kvtop.widgets.block_detail import BlockDetail
 from kvtop.widgets.block_map import BlockMap
 from kvtop.widgets.budget import BudgetPanel
@@ -46,6 +49,10 @@ from kvtop.widgets.throughput import ThroughputPanel
 
 if TYPE_CHECKING:
     from kvtop.state import DashboardState
+
+
+TOLD = 2.5
+"""Seconds that the line under the map tells of an eviction."""
 
 
 class Row(Kept, Horizontal):
@@ -89,11 +96,14 @@ class MainScreen(Kept, Screen[None]):
         self.selected: int | None = None
         self.header, self.step_line = Header(id="header"), StepLine(id="step")
         self.chat, self.map = Chat(id="chat"), BlockMap(motion, id="map")
+        self.map_box = Box(self.map, id="map-box")
         self.strip, self.detail = LookupStrip(motion, id="strip"), BlockDetail(id="detail")
         self.caption, self.prompt = Caption(id="caption"), Prompt(id="prompt")
         self.hint, self.key_line = Hint(id="hint"), KeyLine(id="keys")
         self.log_panel = LogPanel(captured, id="log")
         self._hovered: frozenset[int] = frozenset()
+        self._pointed: list[int] = []
+        """Blocks under the mouse, in order."""
         self._lines: list[Lines] = []
         self._boxes: list[Box] = []
 
@@ -106,7 +116,7 @@ class MainScreen(Kept, Screen[None]):
             with Column(id="left"):
                 yield Box(self.chat, id="chat-box")
                 yield Box(self.detail, id="detail-box")
-            yield Box(self.map, id="map-box")
+            yield self.map_box
             with Column(id="side"):
                 yield Box(QueuesPanel(), id="queues-box")
                 yield Box(MemoryPanel(), id="memory-box")
@@ -196,6 +206,7 @@ class MainScreen(Kept, Screen[None]):
                 owed = True
         for box in self._boxes:
             box.retitle()
+        self._tell(state, now)
         return owed
 
     @property
@@ -243,19 +254,40 @@ class MainScreen(Kept, Screen[None]):
         if hovered != self._hovered or clicked:
             self._hovered = hovered
             self._relink()
-        self._tell(blocks)
+        if blocks != self._pointed:
+            self._pointed = blocks
+            self.map.wake()
 
-    def _tell(self, blocks: list[int]) -> None:
-        box = self.query_one("#map-box", Box)
-        text = ""
-        if len(blocks) == 1:
-            info = self.state.block(blocks[0])
-            refs = f"{info.ref} ref{'s' * (info.ref != 1)}"
-            text = f"block {info.id:,} · {info.state.name.lower()} · {refs} · read {info.hits}×"
-        elif blocks:
-            text = f"blocks {blocks[0]:,} to {blocks[-1]:,}"
+    def _tell(self, state: DashboardState, now: float) -> None:
+        """The line under the map: what is pointed at, else what was just copied or evicted."""
+        box = self.map_box
+        text = self._pointed_at(state) or self._just_happened(state, now)
         if box.border_subtitle != text:
             box.border_subtitle = text
+
+    def _pointed_at(self, state: DashboardState) -> str:
+        blocks = [b for b in (self._pointed or ()) if b < state.num_blocks]
+        if not blocks and self.selected is not None and self.selected < state.num_blocks:
+            blocks = [self.selected]
+        if not blocks:
+            return ""
+        if len(blocks) > 1:
+            return f"blocks {blocks[0]:,} to {blocks[-1]:,}"
+        info = state.block(blocks[0])
+        refs = f"{info.ref} ref{'s' * (info.ref != 1)}"
+        return f"block {info.id:,} · {info.state.name.lower()} · {refs} · read {info.hits}×"
+
+    def _just_happened(self, state: DashboardState, now: float) -> str:
+        copies = self.motion.copies
+        if copies:
+            return "copied " + ", ".join(f"{src}→{dst}" for src, dst in copies[-3:])
+        for moment in islice(reversed(state.moments), 64):
+            if now - moment.t > TOLD:
+                break
+            if moment.kind == "evicted":
+                room = max(20, self.map_box.size.width - 6)
+                return cut(story.tell(state, story.fold([moment])[0], room), room)
+        return ""
 
     @on(BlockMap.Pointed)
     def _map_pointed(self, event: BlockMap.Pointed) -> None:

@@ -23,6 +23,7 @@ from textual.strip import Strip
 
 from kvtop.map_layout import STATES, Histogram, Layout
 from kvtop.motion import Motion
+from kvtop.units import NOT_HERE
 from kvtop.widgets.lines import Lines, Part
 
 if TYPE_CHECKING:
@@ -150,9 +151,10 @@ class BlockMap(Lines):
         """Project the state and refresh the cells that differ."""
         width, height = self.size
         n = state.num_blocks - 1
-        if width < 1 or height < 1 or n < 1:
+        known = state.started is not None and "blocks" in state.started.capabilities
+        if width < 1 or height < 1 or n < 1 or not known:
             self.projection = None
-            self.set_rows([])
+            self.set_rows([] if n < 1 else [[(NOT_HERE, self.ink("muted"))]])
             return
         rows = height - (height >= 3)
         layout = self.projection

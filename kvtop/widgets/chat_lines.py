@@ -16,7 +16,7 @@ from rich.style import Style
 
 from kvtop import lookup
 from kvtop.text import cut, safe_text
-from kvtop.units import count, duration
+from kvtop.units import NOT_HERE, count, duration
 from kvtop.widgets.lines import Part
 from kvtop.wrap import spelled, wrap
 
@@ -121,7 +121,7 @@ class Layouter:
         turns = [s for s in view.spans if s[2] == "user"]
         start, end = (turns[-1][0], turns[-1][1]) if turns else (0, len(view.prompt_token_ids))
         if not view.prompt_token_ids:
-            return Passage(f"({count(view.prompt_tokens)} tokens)", [0], 0)
+            return Passage(f"{count(view.prompt_tokens)} tokens, text {NOT_HERE}", [0], 0)
         text, starts = spelled(self.state.piece(t) for t in view.prompt_token_ids[start:end])
         return Passage(text, starts, start)
 

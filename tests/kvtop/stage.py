@@ -92,7 +92,7 @@ class Stage:
             [
                 EngineStarted(
                     schema=1,
-                    source="simulated",
+                    source="live",
                     capabilities=["blocks", "text", "timings"],
                     model="SmolLM2-135M-Instruct",
                     device="cpu",

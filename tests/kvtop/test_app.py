@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 
+import msgspec
 import pytest
 
-from engine.events import EngineError, StepBatch
+from engine.events import BlocksCopied, BlocksEvicted, EngineError, EngineStarted, StepBatch
 from kvtop.options import VIEWS
 from kvtop.widgets.lines import Lines
 from tests.kvtop.screen import SIZES, show
 from tests.kvtop.stage import Stage
+from tests.kvtop.streams import rich_stream
 
 PAGE = " ".join(f"w{i}" for i in range(990))
 
@@ -307,3 +309,45 @@ async def test_leaves_cleanly_while_painting() -> None:
         shown.app.exit()
         shown.app.tick()
         await asyncio.sleep(0)
+
+
+async def test_a_copy_is_told_and_marked() -> None:
+    """Source and copy stand out, and the line under the map names both."""
+    batches = rich_stream()
+    async with show((100, 30)) as shown:
+        for batch in batches:
+            shown.apply([batch], after=0.0)
+            copies = [e for e in batch.events if isinstance(e, BlocksCopied)]
+            shown.wall += 0.1
+            if copies:
+                e = copies[-1]
+                map_ = shown.app.main.map
+                assert f"{e.src}→{e.dst}" in str(shown.app.main.query_one("#map-box").border_subtitle)
+                row, column = divmod(e.dst - 1, map_.projection.columns)
+                x = column * map_.projection.pitch
+                copy = map_._strips[row * map_.projection.rise].crop(x, x + 1)
+                assert copy._segments[0].style.bgcolor == shown.app.palette.on("copy").bgcolor
+                return
+    raise AssertionError("the stream has a copy")
+
+
+async def test_an_eviction_is_told_under_the_map() -> None:
+    stage = Stage(num_blocks=41)
+    for text in ("a", "b"):
+        stage.submit("why?", " ".join(f"{text}{i}" for i in range(400)))
+        stage.run()
+    last = next(i for i, b in enumerate(stage.batches) if any(isinstance(e, BlocksEvicted) for e in b.events))
+    async with show((120, 40), stage.batches[: last + 1]) as shown:
+        told = str(shown.app.main.query_one("#map-box").border_subtitle)
+        assert told.startswith("×") and "evicted" in told and "taken by #2" in told
+
+
+async def test_what_a_source_cannot_know_is_said() -> None:
+    stage = story()
+    start = next(i for i, b in enumerate(stage.batches) if isinstance(b.events[0], EngineStarted))
+    batch = stage.batches[start]
+    poor = msgspec.structs.replace(batch.events[0], capabilities=["timings"])
+    batches = [*stage.batches]
+    batches[start] = msgspec.structs.replace(batch, events=[poor])
+    async with show((100, 30), batches) as shown:
+        assert shown.app.main.map.lines[0].strip() == "not in this source"
