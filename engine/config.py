@@ -120,6 +120,8 @@ class EngineConfig:
     """Physical blocks, the null block included; over kv_cache_memory."""
     kv_cache_memory: int | None = None
     """Bytes for KV; None is 192 MiB on a CPU and gpu_memory_utilization on a GPU."""
+    kv_cache_dtype: Literal["auto", "fp8"] = "auto"
+    """Of keys and values; auto is `dtype`, fp8 is e4m3 with a float32 scale per token and head."""
     gpu_memory_utilization: float = 0.9
     """Part of a GPU's memory that weights, activations and KV may take."""
     max_model_len: int | None = None
@@ -153,6 +155,8 @@ class EngineConfig:
         need(n is None or n >= 2, f"--num-blocks must be at least 2 (block 0 is the null block), not {n}")
         m = self.kv_cache_memory
         need(m is None or m > 0, f"--kv-cache-memory must be over 0, not {m}")
+        d = self.kv_cache_dtype
+        need(d in ("auto", "fp8"), f"--kv-cache-dtype must be auto or fp8 for a live engine, not {d!r:.40}")
         u = self.gpu_memory_utilization
         need(0 < u <= 1, f"--gpu-memory-utilization must be over 0 and at most 1, not {u}")
         x = self.max_model_len

@@ -1,4 +1,4 @@
-"""The KV cache: one tensor [layer, 2, block, kv_head, slot, dim], its size and its memory.
+"""The KV cache: one tensor [layer, 2, block, kv_head, slot, dim], under FP8 with its scales; size and memory.
 
 Owns how many blocks fit and the sum that says so. Block 0 is the null block: it pads tables and no
 real token is ever written into it. A (block, head) is one contiguous run of slots.
@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from engine.config import EngineConfig, ModelConfig, SetupError
+from engine.ops.fp8 import SCALE_BYTES, Fp8Kv, Kv
 
 DEFAULT_CPU_BYTES = 192 << 20
 
@@ -27,11 +27,14 @@ class CacheSize:
     block_size: int
     num_blocks: int
     """The null block included."""
+    scale_bytes: int = 0
+    """Of the scale that a token keeps per head for K, and another for V."""
 
     @property
     def bytes_per_token(self) -> int:
-        """layers x kv heads x head dim x 2 (K and V) x bytes per value."""
-        return self.layers * self.kv_heads * self.head_dim * 2 * self.bytes_per_value
+        """layers x kv heads x 2 (K and V) x (head dim x bytes per value + bytes of the scale)."""
+        per_head = self.head_dim * self.bytes_per_value + self.scale_bytes
+        return self.layers * self.kv_heads * 2 * per_head
 
     @property
     def bytes_per_block(self) -> int:
@@ -44,9 +47,12 @@ class CacheSize:
         return (self.num_blocks - 1) * self.block_size
 
     def __str__(self) -> str:
+        each = f"{self.head_dim} head dim x 2 (K, V) x {self.bytes_per_value} bytes"
+        if self.scale_bytes:
+            each = f"2 (K, V) x ({self.head_dim} head dim x 1 byte + {self.scale_bytes} of scale)"
         return (
-            f"{self.layers} layers x {self.kv_heads} kv heads x {self.head_dim} head dim x 2 (K, V) x "
-            f"{self.bytes_per_value} bytes = {size(self.bytes_per_token)} a token, x {self.block_size} = "
+            f"{self.layers} layers x {self.kv_heads} kv heads x {each} = "
+            f"{size(self.bytes_per_token)} a token, x {self.block_size} = "
             f"{size(self.bytes_per_block)} a block, x {self.num_blocks} blocks = "
             f"{size(self.num_blocks * self.bytes_per_block)}, {self.usable_tokens:,} tokens"
         )
@@ -88,18 +94,21 @@ def plan_size(
 
     Raises SetupError if not even one usable block fits.
     """
-    shape = (model.num_layers, model.num_kv_heads, model.head_dim, dtype.itemsize, config.block_size)
+    fp8 = config.kv_cache_dtype == "fp8"
+    width = 1 if fp8 else dtype.itemsize
+    shape = (model.num_layers, model.num_kv_heads, model.head_dim, width, config.block_size)
+    scale = SCALE_BYTES if fp8 else 0
     if config.num_blocks is not None:
-        return CacheSize(*shape, config.num_blocks)
+        return CacheSize(*shape, config.num_blocks, scale)
     memory = config.kv_cache_memory or memory or DEFAULT_CPU_BYTES
-    one = CacheSize(*shape, 2)
+    one = CacheSize(*shape, 2, scale)
     blocks = memory // one.bytes_per_block
     if blocks < 2:
         raise SetupError(
             f"too little memory for KV: {size(max(memory, 0))}, but two blocks (one is the null block) take "
             f"{size(2 * one.bytes_per_block)}; raise --kv-cache-memory"
         )
-    return CacheSize(*shape, blocks)
+    return CacheSize(*shape, blocks, scale)
 
 
 def check_cpu_memory(weights: int, cache: CacheSize | None, free: int | None) -> None:
@@ -112,11 +121,17 @@ def check_cpu_memory(weights: int, cache: CacheSize | None, free: int | None) ->
         )
 
 
-def allocate(cache: CacheSize, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """The cache's tensor, zeroed. Raises SetupError where the memory cannot be had."""
+def allocate(cache: CacheSize, device: torch.device, dtype: torch.dtype) -> Kv:
+    """The cache, zeroed: values in `dtype`, or FP8 where the size has scales.
+
+    Raises SetupError where the memory cannot be had.
+    """
     shape = (cache.layers, 2, cache.num_blocks, cache.kv_heads, cache.block_size, cache.head_dim)
     try:
-        return torch.zeros(shape, dtype=dtype, device=device)
+        if not cache.scale_bytes:
+            return torch.zeros(shape, dtype=dtype, device=device)
+        data = torch.zeros(shape, dtype=torch.uint8, device=device)
+        return Fp8Kv(data, torch.zeros(shape[:-1], device=device))
     except (RuntimeError, MemoryError) as e:
         need = size(cache.num_blocks * cache.bytes_per_block)
         raise SetupError(

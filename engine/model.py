@@ -13,6 +13,7 @@ from torch import Tensor
 from engine.config import ModelConfig
 from engine.layers import Weights, attention_weights, mlp_weights, rope_table, take
 from engine.ops.base import Ops, State, StepInput
+from engine.ops.fp8 import Kv
 
 
 class Decoder:
@@ -45,7 +46,7 @@ class Decoder:
         self.head = ops.pack(embed if head is None or c.tie_word_embeddings else head)
         self.rope = rope_table(c, positions, ops.device)
 
-    def forward(self, batch: StepInput, cache: Tensor) -> Tensor:
+    def forward(self, batch: StepInput, cache: Kv) -> Tensor:
         """Computes the step's tokens, writing their KV into cache [layer, 2, block, kv_head, slot, dim].
 
         Returns logits [L, vocab] of `batch.logit_rows`.

@@ -57,5 +57,9 @@ def build(config: EngineConfig, progress: Progress) -> Built:
         text,
         tuple(dict.fromkeys((*model.eos_token_ids, *text.eos_ids))),
         dict(model.generation),
-        {"ops": runner.ops_name, "kv_cache": str(runner.cache_size)},
+        {
+            "ops": runner.ops_name,
+            "kv_cache_dtype": runner.kv_dtype,
+            "kv_cache": str(runner.cache_size),
+        },
     )

@@ -86,6 +86,7 @@ class TorchRunner:
         self.device = ops.device.type
         self.dtype = str(ops.dtype).removeprefix("torch.")
         self.ops_name = ops.name
+        self.kv_dtype = "fp8" if cache_size.scale_bytes else self.dtype
         self.cache = allocate(cache_size, ops.device, ops.dtype)
         blocks = -(-max_model_len // cache_size.block_size) + 1
         self._rows = DeviceRows(config.max_num_seqs, blocks, cache_size.block_size, ops.device)
@@ -104,7 +105,8 @@ class TorchRunner:
         device, dtype = choose(config)
         if device.type == "cpu":
             torch.set_num_threads(config.threads or cores())
-        ops = get_ops(config.ops, device, dtype, model_config)
+        fp8 = config.kv_cache_dtype == "fp8"
+        ops = get_ops(config.ops, device, dtype, model_config, fp8_kv=fp8)
         longest = model_config.max_position_embeddings
         if config.max_model_len is not None and config.max_model_len > longest:
             raise SetupError(

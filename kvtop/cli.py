@@ -357,6 +357,7 @@ def bench(
     ops: Ops = "auto",
     num_blocks: NumBlocks = None,
     kv_cache_memory: KvMemory = None,
+    kv_cache_dtype: KvDtype = "auto",
     threads: Threads = None,
 ) -> int:
     """Speed of the engine on this machine."""
@@ -377,6 +378,8 @@ def bench(
 def engine_config(params: dict[str, Any]) -> EngineConfig:
     """EngineConfig from the options of a command that share its fields' names. Raises SetupError."""
     known = {n: params[n] for n in EngineConfig.__slots__ if n in params}
+    if params.get("simulate") is not None:
+        known.pop("kv_cache_dtype", None)  # the simulation's own, which has more of them
     memory = known.get("kv_cache_memory")
     if memory is not None:
         known["kv_cache_memory"] = parse_size(memory, "--kv-cache-memory")

@@ -110,4 +110,6 @@ Contexts = Annotated[
 ]
 GpuHour = Annotated[float | None, opt("Dollars an hour for that memory's GPUs.", "--gpu-hour")]
 Itl = Annotated[float, opt("Milliseconds a token of each request, for the price.", "--itl")]
-KvDtype = Annotated[KvDtypeName, opt("Of keys and values; auto is bfloat16.", "--kv-cache-dtype")]
+KvDtype = Annotated[
+    KvDtypeName, opt("Of keys and values; a live engine has auto and fp8.", "--kv-cache-dtype")
+]

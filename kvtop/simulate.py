@@ -22,8 +22,6 @@ def simulation(
     if simulate is None:
         given = {"--on": on, "--weights": weights, "--speed": speed}
         extra = next((name for name, value in given.items() if value is not None), None)
-        if extra is None and kv_cache_dtype != "auto":
-            extra = "--kv-cache-dtype"
         if extra is not None:
             raise SetupError(f"{extra} goes with --simulate MODEL --on DEVICE")
         return None

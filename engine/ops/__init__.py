@@ -13,7 +13,9 @@ if TYPE_CHECKING:
     from engine.ops.base import Ops
 
 
-def get_ops(name: str, device: torch.device, dtype: torch.dtype, model: ModelConfig) -> Ops:
+def get_ops(
+    name: str, device: torch.device, dtype: torch.dtype, model: ModelConfig, *, fp8_kv: bool = False
+) -> Ops:
     """The back end `name` (auto, reference, cpu, triton) for this model on this device in this dtype.
 
     auto is cpu on a CPU (reference for float64, which has no faster path) and reference on a GPU.
@@ -34,7 +36,7 @@ def get_ops(name: str, device: torch.device, dtype: torch.dtype, model: ModelCon
             raise SetupError(f"--ops cpu does not run on {what}: use --ops reference")
         from engine.ops import cpu, cpu_native
 
-        if dtype == torch.bfloat16 and cpu_native.available(model):
+        if dtype == torch.bfloat16 and not fp8_kv and cpu_native.available(model):
             return cpu_native.NativeCpuOps(device, dtype, model)
         return cpu.CpuOps(device, dtype)
     if name == "triton":

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from engine.ops.fp8 import Kv, parts
 from engine.sampler import SampleRows, sample
 
 
@@ -132,16 +133,17 @@ class Ops(ABC):
     def took(self, seconds: float) -> None:  # noqa: B027 -- a hook that most back ends leave alone
         """The forward of the last plan took so long; a back end may learn from it."""
 
-    def copy_blocks(self, cache: Tensor, pairs: Iterable[tuple[int, int]]) -> None:
+    def copy_blocks(self, cache: Kv, pairs: Iterable[tuple[int, int]]) -> None:
         """Copies (src, dst) blocks of all layers, in order. cache [layer, 2, block, ...].
 
         Within one launch all sources are read before any destination is visible, so a new launch
         starts whenever a block id repeats.
         """
         for src, dst in launches(pairs):
-            s = torch.tensor(src, device=cache.device)
-            d = torch.tensor(dst, device=cache.device)
-            cache.index_copy_(2, d, cache.index_select(2, s))
+            s = torch.tensor(src, device=self.device)
+            d = torch.tensor(dst, device=self.device)
+            for tensor in parts(cache):
+                tensor.index_copy_(2, d, tensor.index_select(2, s))
 
     # ------------------------------------------------------------------------- small operations
 
@@ -164,15 +166,15 @@ class Ops(ABC):
         """residual += delta; returns (residual / rms(residual) * weight, residual)."""
 
     @abstractmethod
-    def qkv_prepare(self, qkv: Tensor, w: AttentionWeights, kv: Tensor, plan: StepPlan) -> Tensor:
+    def qkv_prepare(self, qkv: Tensor, w: AttentionWeights, kv: Kv, plan: StepPlan) -> Tensor:
         """QK-norm (where w has one), RoPE, and the write of K and V into their slots.
 
         qkv [T, (heads + 2 kv_heads) * head_dim]; kv [2, block, kv_head, slot, dim], one layer of the
-        cache. Returns q [T, heads, head_dim].
+        cache (FP8: quantised as it is written). Returns q [T, heads, head_dim].
         """
 
     @abstractmethod
-    def attention(self, q: Tensor, kv: Tensor, w: AttentionWeights, plan: StepPlan) -> Tensor:
+    def attention(self, q: Tensor, kv: Kv, w: AttentionWeights, plan: StepPlan) -> Tensor:
         """Causal attention of q [T, heads, head_dim] over each sequence's blocks -> the same shape."""
 
     @abstractmethod
@@ -185,7 +187,7 @@ class Ops(ABC):
 
     # ------------------------------------------------------------------------------ whole blocks
 
-    def attention_block(self, state: State, w: AttentionWeights, kv: Tensor, plan: StepPlan) -> State:
+    def attention_block(self, state: State, w: AttentionWeights, kv: Kv, plan: StepPlan) -> State:
         """hidden + out(attention(norm(hidden)))."""
         x, residual = self.add_rms_norm(*state, w.norm, w.eps)
         q = self.qkv_prepare(self.linear(x, w.qkv), w, kv, plan)

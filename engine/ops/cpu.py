@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from engine.ops.base import AttentionWeights, Packed, RopeTable, StepInput, StepPlan
+from engine.ops.fp8 import Kv, fetch
 from engine.ops.reference import ReferenceOps
 
 
@@ -58,7 +59,7 @@ class CpuOps(ReferenceOps):
         decodes = torch.tensor([i for i in single if batch.kv_lens_host[i] <= 2 * mean], dtype=torch.int64)
         return _Plan(batch, rope, decodes)
 
-    def attention(self, q: Tensor, kv: Tensor, w: AttentionWeights, plan: StepPlan) -> Tensor:
+    def attention(self, q: Tensor, kv: Kv, w: AttentionWeights, plan: StepPlan) -> Tensor:
         assert isinstance(plan, _Plan)
         b = plan.batch
         out = torch.empty_like(q)
@@ -69,7 +70,7 @@ class CpuOps(ReferenceOps):
         for i, (row, n, length) in enumerate(zip(b.rows.tolist(), b.q_lens, b.kv_lens_host, strict=True)):
             if i not in together:
                 blocks = b.tables[row, : -(-length // kv.shape[3])]
-                k, v = (half[blocks].transpose(0, 1).flatten(1, 2)[:, :length] for half in kv.unbind(0))
+                k, v = (half.transpose(0, 1).flatten(1, 2)[:, :length] for half in fetch(kv, blocks, q.dtype))
                 rows = q[first : first + n].view(n, w.kv_heads, groups, w.head_dim).permute(1, 2, 0, 3)
                 mask = None
                 if n > 1:
@@ -81,7 +82,7 @@ class CpuOps(ReferenceOps):
             first += n
         return out
 
-    def _decode(self, q: Tensor, kv: Tensor, w: AttentionWeights, plan: _Plan, out: Tensor) -> None:
+    def _decode(self, q: Tensor, kv: Kv, w: AttentionWeights, plan: _Plan, out: Tensor) -> None:
         """Sequences with one query, all together over gathered and padded keys."""
         count = len(plan.decodes)
         if not count:
@@ -89,8 +90,8 @@ class CpuOps(ReferenceOps):
         blocks, beyond, queries = plan.gather(kv.shape[3])
         # What lies past a sequence's end may be NaN, which no mask takes away: it becomes zero.
         k, v = (
-            half[blocks].transpose(1, 2).flatten(2, 3).masked_fill_(beyond[:, None, :, None], 0)
-            for half in kv.unbind(0)
+            half.transpose(1, 2).flatten(2, 3).masked_fill_(beyond[:, None, :, None], 0)
+            for half in fetch(kv, blocks, q.dtype)
         )
         # The query heads of one KV head stand as rows: torch's own enable_gqa is 30 times slower.
         rows = q[queries].view(count, w.kv_heads, -1, w.head_dim)

@@ -19,6 +19,7 @@ from torch import Tensor
 from engine.config import ModelConfig
 from engine.ops import native
 from engine.ops.base import AttentionWeights, MlpWeights, Ops, Packed, RopeTable, State, StepInput, StepPlan
+from engine.ops.fp8 import Kv
 from engine.ops.threads import ThreadChoice
 from engine.sampler import SampleRows
 
@@ -151,20 +152,20 @@ class NativeCpuOps(Ops):
         residual = residual if delta is None else residual + delta
         return torch.nn.functional.rms_norm(residual, weight.shape, weight, eps).to(self.dtype), residual
 
-    def qkv_prepare(self, qkv: Tensor, w: AttentionWeights, kv: Tensor, plan: StepPlan) -> Tensor:
+    def qkv_prepare(self, qkv: Tensor, w: AttentionWeights, kv: Kv, plan: StepPlan) -> Tensor:
         step = native.Step.from_buffer_copy(self._step(plan, kv))
         qkv = qkv.contiguous()
         q = torch.empty(len(qkv), w.heads, w.head_dim, dtype=self.dtype)
         step.qkv, step.q = qkv.data_ptr(), q.data_ptr()
-        self._lib.kvtop_qkv_prepare(byref(step), byref(_attention(w)), kv.data_ptr())
+        self._lib.kvtop_qkv_prepare(byref(step), byref(_attention(w)), _tensor(kv).data_ptr())
         return q
 
-    def attention(self, q: Tensor, kv: Tensor, w: AttentionWeights, plan: StepPlan) -> Tensor:
+    def attention(self, q: Tensor, kv: Kv, w: AttentionWeights, plan: StepPlan) -> Tensor:
         step = native.Step.from_buffer_copy(self._step(plan, kv))
         q = q.contiguous()
         out = torch.empty_like(q)
         step.q, step.y = q.data_ptr(), out.data_ptr()
-        self._lib.kvtop_attention(byref(step), byref(_attention(w)), kv.data_ptr())
+        self._lib.kvtop_attention(byref(step), byref(_attention(w)), _tensor(kv).data_ptr())
         return out
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
@@ -192,10 +193,12 @@ class NativeCpuOps(Ops):
 
     # ------------------------------------------------------------------------------ whole blocks
 
-    def attention_block(self, state: State, w: AttentionWeights, kv: Tensor, plan: StepPlan) -> State:
+    def attention_block(self, state: State, w: AttentionWeights, kv: Kv, plan: StepPlan) -> State:
         residual = _sum(state)
         step = self._step(plan, kv)
-        self._lib.kvtop_attention_block(byref(step), byref(_attention(w)), kv.data_ptr(), residual.data_ptr())
+        self._lib.kvtop_attention_block(
+            byref(step), byref(_attention(w)), _tensor(kv).data_ptr(), residual.data_ptr()
+        )
         return None, residual
 
     def mlp_block(self, state: State, w: MlpWeights, plan: StepPlan) -> State:
@@ -204,7 +207,7 @@ class NativeCpuOps(Ops):
         self._lib.kvtop_mlp_block(byref(plan.native), byref(_mlp(w)), residual.data_ptr())
         return None, residual
 
-    def _step(self, plan: StepPlan, kv: Tensor) -> native.Step:
+    def _step(self, plan: StepPlan, kv: Kv) -> native.Step:
         assert isinstance(plan, _Plan)
         plan.native.num_blocks, plan.native.block_size = kv.shape[1], kv.shape[3]
         return plan.native
@@ -267,6 +270,11 @@ def _pairs(counts: NDArray[np.int64]) -> NDArray[np.int32]:
     i = np.repeat(np.arange(len(counts)), counts)
     part = np.arange(len(i)) - np.repeat(_before(counts), counts)
     return np.ascontiguousarray(np.stack([i, part], 1).astype(np.int32))
+
+
+def _tensor(kv: Kv) -> Tensor:
+    assert isinstance(kv, Tensor)
+    return kv
 
 
 def _sum(state: State) -> Tensor:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from engine.ops.base import AttentionWeights, Ops, Packed, StepPlan
+from engine.ops.fp8 import Kv, fetch, store
 
 
 class ReferenceOps(Ops):
@@ -31,7 +32,7 @@ class ReferenceOps(Ops):
         residual = residual if delta is None else residual + delta
         return self._rms_norm(residual, weight, eps), residual
 
-    def qkv_prepare(self, qkv: Tensor, w: AttentionWeights, kv: Tensor, plan: StepPlan) -> Tensor:
+    def qkv_prepare(self, qkv: Tensor, w: AttentionWeights, kv: Kv, plan: StepPlan) -> Tensor:
         b = plan.batch
         q, k, v = qkv.view(len(qkv), -1, w.head_dim).split([w.heads, w.kv_heads, w.kv_heads], dim=1)
         if w.q_norm is not None and w.k_norm is not None:
@@ -39,21 +40,17 @@ class ReferenceOps(Ops):
         positions = b.positions.long()
         cos, sin = (t[positions].to(self.wide)[:, None] for t in (plan.rope.cos, plan.rope.sin))
         block_size = kv.shape[3]
-        block, offset = b.slots // block_size, b.slots % block_size
-        kv[0][block, :, offset] = self._rotate(k, cos, sin)
-        kv[1][block, :, offset] = v
+        store(kv, b.slots // block_size, b.slots % block_size, self._rotate(k, cos, sin), v)
         return self._rotate(q, cos, sin)
 
-    def attention(self, q: Tensor, kv: Tensor, w: AttentionWeights, plan: StepPlan) -> Tensor:
+    def attention(self, q: Tensor, kv: Kv, w: AttentionWeights, plan: StepPlan) -> Tensor:
         b = plan.batch
         out = torch.empty_like(q)
         block_size = kv.shape[3]
         first = 0
         for row, n, length in zip(b.rows.tolist(), b.q_lens, b.kv_lens_host, strict=True):
             blocks = b.tables[row, : -(-length // block_size)].long()
-            k, v = (
-                half[blocks].transpose(0, 1).flatten(1, 2)[:, :length].to(self.wide) for half in kv.unbind(0)
-            )
+            k, v = (half.transpose(0, 1).flatten(1, 2)[:, :length] for half in fetch(kv, blocks, self.wide))
             k = k.repeat_interleave(w.heads // w.kv_heads, dim=0)
             v = v.repeat_interleave(w.heads // w.kv_heads, dim=0)
             scores = q[first : first + n].transpose(0, 1).to(self.wide) @ k.mT * w.head_dim**-0.5

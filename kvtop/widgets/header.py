@@ -77,6 +77,8 @@ class Header(Lines):
         if self.size.width < 120:
             model = model.removesuffix("-Instruct")
         kind = f" {safe_text(started.device)}·{_DTYPES.get(started.dtype, started.dtype)}"
+        if started.knobs.get("kv_cache_dtype") == "fp8":
+            kind += "·kv fp8"
         queues = state.completed.queues if state.completed is not None else {}
         running, waiting = len(state.running), len(state.waiting)
         fields: list[tuple[int, list[Part]]] = [
