@@ -272,6 +272,9 @@ class Scheduler:
         return self._rows.get(row.seq) is row
 
     def _preempt_all(self, sharers: list[Sequence]) -> None:
+        if not sharers:
+            return
+        requests = {s.request for s in sharers}
         for request in reversed(self.running[:]):  # youngest first, so that the queue keeps its order
-            if request.status is Status.RUNNING and any(s.request is request for s in sharers):
+            if request in requests and request.status is Status.RUNNING:
                 self.preempt(request)
