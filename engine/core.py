@@ -174,9 +174,9 @@ class EngineCore:
             return "the prompt is empty: give at least one token"
         if tokens < limit:
             return None
-        size = self.paging.block_size
-        room = f"the context holds {limit:,} ({self._pool.num_usable:,} blocks of {size})"
-        return f"the prompt has {tokens:,} tokens, {room} with at least one of output: shorten it"
+        size, blocks = self.paging.block_size, self._pool.num_usable
+        why = f", which is what {blocks:,} blocks of {size} hold" if limit == blocks * size else ""
+        return f"the prompt has {tokens:,} tokens, the context {limit:,}{why}, one of output included: shorten it"
 
     def abort(self, request_id: int) -> bool:
         """End a request in any state. False if it is unknown or finished."""

@@ -173,10 +173,10 @@ class Engine:
     ) -> int:
         """Queue a prompt and return its request id at once.
 
-        A text goes through the chat template: as the next turn of `conversation` (after its running
-        turn has finished), else as a conversation of its own with `system`. Token ids go in as they
-        are; `spans` then says who speaks where, as in RequestQueued. A refusal arrives as
-        RequestFinished("refused"). Raises TypeError on a prompt that is neither.
+        A text goes through the chat template: as the next turn of `conversation` (when its running turn
+        has finished; only then does it arrive), else as a conversation of its own with `system`. Token
+        ids go in as they are; `spans` then says who speaks where, as in RequestQueued. A refusal arrives
+        as RequestFinished("refused"). Raises TypeError on a prompt that is neither.
         """
         if not isinstance(prompt, str):
             if conversation is not None:
@@ -576,6 +576,9 @@ class Engine:
             branch = request.branches[0]
             text = branch.detok.text if branch.detok else ""
             chat.conversation.commit(list(branch.output_ids), text, request.finish_reason or "stop")
+        if chat.waiting:
+            # Its prompt did not exist before this answer: its time to the first token begins here.
+            chat.waiting[0].t_arrival = self.clock()
         # The next turn must not be queued in the middle of a commit.
         self._post(lambda: self._next_turn(number, chat))
 

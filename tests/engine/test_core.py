@@ -251,7 +251,7 @@ def test_what_can_never_fit_is_refused_with_the_numbers_and_disturbs_nothing() -
     rig.step()
     before = rig.snapshot()
     for tokens, words in (
-        (prompt(160, vocab=100), ["160 tokens", "holds 160", "10 blocks of 16"]),
+        (prompt(160, vocab=100), ["160 tokens", "context 160", "10 blocks of 16"]),
         ([], ["empty"]),
         ([1, 2, 100], ["100 is outside", "vocabulary of 100"]),
         ([1, -1], ["-1 is outside"]),

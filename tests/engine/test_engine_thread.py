@@ -8,6 +8,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import Any, TypeVar
 
 import numpy as np
@@ -519,6 +520,9 @@ def test_turns_wait_for_the_running_one_and_history_hits(live: Callable[..., Liv
         assert lookup.hit_tokens == computed // 16 * 16 and not lookup.template_rewrote_history
         held = mine + one.output(number)
         assert one.all(ev.RequestQueued, request_id=number)[0].conversation == conversation
+    ends = [one.all(ev.RequestFinished, request_id=n)[0].timings for n in numbers]
+    for before, after in pairwise(ends):  # a turn arrives when the answer before it is there
+        assert before.t_last_token is not None and after.t_arrival >= before.t_last_token
     one.stop()
 
 
