@@ -11,7 +11,7 @@ VLLM_READY := $(VLLM)/.ready
 PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
 
-.PHONY: help setup run demo test test-vllm check bench shots
+.PHONY: help setup run demo test test-vllm conformance check bench shots
 .DEFAULT_GOAL := help
 
 help:
@@ -20,6 +20,7 @@ help:
 	@echo 'make demo NAME=x   a scripted scene; without NAME the list of them'
 	@echo 'make test          every test'
 	@echo 'make test-vllm     our pool and scheduler against vLLM 0.32.0, step by step, in a venv of its own (3.5 GB)'
+	@echo 'make conformance   every behaviour that the engine must have, the tests that hold it, and how they fared'
 	@echo 'make check         ruff, mypy, import walls'
 	@echo 'make bench         speed of the engine beside its peers'
 	@echo 'make shots         the pictures of the README and of demos/shots'
@@ -60,6 +61,9 @@ $(VLLM_READY): tests/vllm/requirements.txt
 
 test-vllm: $(VLLM_READY)
 	@OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest tests/vllm -W ignore::DeprecationWarning $(ARGS)
+
+conformance: $(READY)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.conformance $(ARGS)
 
 check: $(READY)
 	$(BIN)/ruff check .

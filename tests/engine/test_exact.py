@@ -87,6 +87,7 @@ class Run:
 
 @pytest.mark.parametrize("budget", [9, 40, 2048])
 @pytest.mark.parametrize("caching", [True, False])
+@pytest.mark.conformance(100)
 def test_all_prompts_twice(case: Case, budget: int, caching: bool) -> None:
     run = Run(case, max_num_batched_tokens=budget, enable_prefix_caching=caching)
     for _ in range(2):
@@ -97,6 +98,7 @@ def test_all_prompts_twice(case: Case, budget: int, caching: bool) -> None:
     assert (hits > 500) is caching
 
 
+@pytest.mark.conformance(100)
 def test_a_pool_so_small_that_everything_is_evicted_and_preempted(case: Case) -> None:
     run = Run(case, num_blocks=19, max_num_batched_tokens=33)
     for _ in range(2):
@@ -124,6 +126,7 @@ def test_forks_copy_and_go_on_alike(case: Case) -> None:
     assert run.events(BlocksCopied)
 
 
+@pytest.mark.conformance(44, 100)
 def test_aborts_and_resets_disturb_nobody(case: Case) -> None:
     run = Run(case, num_blocks=40, max_num_batched_tokens=25)
     r = random.Random(2)

@@ -130,6 +130,7 @@ def test_equal_logits_are_kept_or_dropped_together() -> None:
         {"temperature": 0.9, "top_k": 20, "top_p": 0.9, "min_p": 0.02},
     ],
 )
+@pytest.mark.conformance(108)
 def test_draws_follow_the_filtered_distribution(params: dict[str, float], sample: Sample) -> None:
     n, vocab = 20_000, 40
     logits = torch.randn(1, vocab, generator=torch.Generator().manual_seed(3)) * 1.5
@@ -147,6 +148,7 @@ def test_draws_follow_the_filtered_distribution(params: dict[str, float], sample
     assert chi2 < degrees * (1 - 2 / (9 * degrees) + 3.72 * (2 / (9 * degrees)) ** 0.5) ** 3
 
 
+@pytest.mark.conformance(108)
 def test_a_sample_depends_on_seed_branch_position_and_nothing_else(sample: Sample) -> None:
     g = torch.Generator().manual_seed(0)
     logits = torch.randn(8, 5000, generator=g)

@@ -46,6 +46,7 @@ def test_blocks_come_from_the_number_the_memory_or_the_gpu() -> None:
         blocks(kv_cache_memory=368_640)
 
 
+@pytest.mark.conformance(12)
 def test_a_given_length_must_fit_and_one_not_given_is_clamped() -> None:
     cache = CacheSize(2, 2, 16, 8, 16, 11)
     assert clamp_model_len(None, 4096, cache) == 160
@@ -106,6 +107,7 @@ def test_only_the_changed_part_of_a_table_is_taken_over() -> None:
     assert r._rows._tables[row, : len(seq.table)].tolist() == seq.table
 
 
+@pytest.mark.conformance(11)
 def test_a_token_never_goes_into_the_null_block() -> None:
     r = runner()
     driver = Driver(r)
@@ -161,6 +163,7 @@ def test_a_failed_step_can_be_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [list(seq.tokens[-4:])] == want
 
 
+@pytest.mark.conformance(108)
 def test_samples_do_not_depend_on_batch_chunk_or_preemption() -> None:
     r = runner()
     params = SamplingParams(temperature=0.9, top_p=0.9, top_k=40, seed=5)

@@ -230,6 +230,7 @@ def test_the_name_decides_nothing_about_reading(tmp_path: Path) -> None:
     assert list(read(tmp_path / "d")) == batches
 
 
+@pytest.mark.conformance(98)
 def test_unknown_events_of_a_newer_minor_version_are_kept_as_such(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(

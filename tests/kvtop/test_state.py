@@ -140,6 +140,7 @@ def test_requests_agree_with_what_the_engine_says_at_their_end() -> None:
     assert state.preemptions == preempted > 0
 
 
+@pytest.mark.conformance(52, 56)
 def test_no_lookups_is_not_a_hit_rate_of_zero() -> None:
     state = DashboardState()
     assert state.hit_rate() is None
@@ -313,6 +314,7 @@ def test_a_hostile_pool_size_is_not_believed() -> None:
     assert state.num_blocks == 0
 
 
+@pytest.mark.conformance(98)
 def test_unknown_events_are_skipped_and_counted() -> None:
     state = DashboardState(strict=True)
     state.apply(ev.StepBatch(0, 0.0, 0, 0, [ev.UnknownEvent("Teleported"), ev.ModelLoading(1, 2, "x")]))
