@@ -32,6 +32,7 @@ from kvtop.palette import Palette
 from kvtop.screens.help import HelpScreen
 from kvtop.screens.main import MainScreen
 from kvtop.session import Session
+from kvtop.state import DashboardState
 from kvtop.text import cut, safe_text
 from kvtop.widgets.hint import KeyLine
 from kvtop.widgets.prompt import Prompt
@@ -65,7 +66,7 @@ class KvtopApp(App[int]):
         # Under NO_COLOR Textual chooses its filter here, before a theme is known: this one takes all colour away,
         # the other would turn the terminal's own colours into black on black.
         super().__init__(ansi_color=True if "NO_COLOR" in os.environ else None)
-        self.session, self.state = session, session.state
+        self.session = session
         self.captured = captured
         self.wall = wall
         self.motion = Motion(still=not session.options.motion)
@@ -118,6 +119,11 @@ class KvtopApp(App[int]):
         self._main = MainScreen(self.state, self.motion, captured, live=live)
         self._main.view = session.options.view or ("all" if width >= 200 and height >= 60 else "chat")
         return self._main
+
+    @property
+    def state(self) -> DashboardState:
+        """What is shown."""
+        return self.session.shown
 
     @property
     def main(self) -> MainScreen:
@@ -231,7 +237,8 @@ class KvtopApp(App[int]):
 
     def _watch(self) -> None:
         """What happens once: the engine is up, it failed, an error has to be told."""
-        session, state = self.session, self.state
+        session = self.session
+        state = session.state
         if session.failure is not None:
             self.failure = session.failure
             self.exit(2, return_code=2)
@@ -247,12 +254,9 @@ class KvtopApp(App[int]):
         self._told_errors = len(state.errors)
 
     def _started(self) -> None:
-        assert self.state.started is not None
-        if (
-            self.session.options.fps is None
-            and self.state.started.device != "cpu"
-            and self._clock is not None
-        ):
+        started = self.session.state.started
+        assert started is not None
+        if self.session.options.fps is None and started.device != "cpu" and self._clock is not None:
             self._clock.stop()
             self._clock = self.set_interval(1 / GPU_FPS, self.tick)
         self.session.begin_slow()
@@ -263,6 +267,7 @@ class KvtopApp(App[int]):
 
     def _frame(self, wall: float, every: bool) -> None:
         main, state, now = self.main, self.state, self.now
+        main.state = state
         main.map.touch(state.take_dirty())
         main.header.badges = signs.badges(self)
         main.key_line.keys = signs.keys(self)

@@ -2,7 +2,7 @@
 
 Owns the way of batches into the state and every control that is no matter of painting: freezing,
 slow motion, single steps, a recording's transport, prompts, a demo's script. No textual. Invariant:
-`state` is exactly the source's batches applied in order; freezing delays them, it loses none.
+`state` is exactly the source's batches applied in order, also while the display is frozen.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from kvtop.state import DashboardState
 
 if TYPE_CHECKING:
     from engine import Engine
-    from engine.events import StepBatch
     from kvtop.options import Options
     from kvtop.sources import Source
 
@@ -35,13 +34,12 @@ class Session:
         """Takes prompts: live, and no demo."""
         self.play: Performance | None = None
         """The demo that is played."""
-        self.frozen = False
         self.stepping = False
         """The engine stands still between single steps."""
         self.slow = options.slow
         self.problem: str | None = None
         """Why there are no examples."""
-        self._held: list[StepBatch] = []
+        self._still: DashboardState | None = None
         self._applied = (-1, -1)
 
     # ----------------------------------------------------------------------------------- start
@@ -82,28 +80,33 @@ class Session:
     # ----------------------------------------------------------------------------------- batches
 
     def pull(self) -> bool:
-        """Apply what has come, unless frozen. True if the state is another than at the last call."""
-        batches = self.source.drain()
-        if self.frozen:
-            self._held += batches
-            return False
-        if self._held:
-            batches, self._held = self._held + batches, []
+        """Apply what has come. True if what is shown is another than at the last call."""
         state = self.state
-        for batch in batches:
+        for batch in self.source.drain():
             state.apply(batch)
         if self.asker is not None:
             self.asker.tick()
         if self.play is not None:
             self.play.tick()
-        before, self._applied = self._applied, (state.seq, state.generation)  # a source may jump by itself
+        shown = self.shown
+        before, self._applied = self._applied, (shown.seq, shown.generation)  # a source may jump by itself
         return self._applied != before
+
+    @property
+    def frozen(self) -> bool:
+        """The display stands still while the engine runs on."""
+        return self._still is not None
+
+    @property
+    def shown(self) -> DashboardState:
+        """What the display is about: `state`, or as it was when it was frozen."""
+        return self.state if self._still is None else self._still
 
     @property
     def now(self) -> float:
         """The display's clock in seconds: the engine's, or the moment shown."""
         if self.frozen or self.engine is None:
-            return self.state.t
+            return self.shown.t
         return max(self.state.t, self.engine.clock())
 
     @property
@@ -174,7 +177,7 @@ class Session:
         if self.engine is None:
             self._replay("toggle")
         else:
-            self.frozen = not self.frozen
+            self._still = self.state.copy() if self._still is None else None
 
     def seek(self, seconds: float) -> None:
         """Relative to the moment played."""

@@ -147,6 +147,7 @@ async def test_freezing_keeps_what_comes() -> None:
         await shown.until(lambda: not shown.engine._inbox and not shown.engine._live().has_work)
         await asyncio.sleep(0.05)
         app.tick()
+        assert app.session.state.requests, "it goes on behind the screen"
         assert not app.state.requests and any(b.text == "FROZEN" for b in app.main.header.badges)
         assert "frozen" in shown.hint
         await shown.pilot.press("space")
