@@ -167,18 +167,16 @@ def shipped() -> list[str]:
 
 def load_workload(name: str, seed: int | None = None) -> Workload:
     """A shipped one by its name, or a TOML file; `seed` instead of the file's. Raises SetupError of one line."""
-    path = FOLDER / f"{name}.toml"
-    if name not in shipped():
-        path = Path(name).expanduser()
+    where = f"--load {Path(name[-60:]).name}"
+    try:
+        path = FOLDER / f"{name}.toml" if name in shipped() else Path(name).expanduser()
         if path.suffix != ".toml" and not path.is_file():
             raise SetupError(
                 f"--load {name[:60]!r}: no such load; there are {', '.join(shipped())}, or a .toml file"
             )
-    where = f"--load {path.name[:60]}"
-    try:
         with path.open("rb") as file:
             data = file.read(LARGEST_FILE + 1)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RuntimeError) as error:
         raise SetupError(f"{where}: {getattr(error, 'strerror', None) or error}") from None
     if len(data) > LARGEST_FILE:
         raise SetupError(f"{where}: over {LARGEST_FILE >> 20} MiB")

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin,
 import typer
 from typer.exceptions import Abort, Exit, TyperException
 
-from engine import EngineConfig, SetupError, load_workload
+from engine import EngineConfig, SetupError
 from kvtop import __version__
 from kvtop.asks import Ask, parse_size, read_prompts, read_system, sampling
 from kvtop.cli_options import (
@@ -159,7 +159,11 @@ def run(
     """A live model, or a simulated one: the dashboard, or headless answers."""
     config = engine_config(ctx.params)
     simulated = simulation(simulate, on, weights, kv_cache_dtype, speed, live=model)
-    workload = None if load is None else load_workload(load)
+    workload = None
+    if load is not None:
+        from engine import load_workload
+
+        workload = load_workload(load)
     params = sampling(
         max_tokens=max_tokens,
         temperature=temperature,

@@ -27,13 +27,21 @@ def badges(app: KvtopApp) -> list[Badge]:
     state, told = app.state, list[Badge]()
     if state.losses:
         told.append(Badge(f"LOST {state.losses}", "error"))
+    if getattr(app.session.source, "problem", None):
+        told.append(Badge("TRUNCATED", "warning"))
     if app.session.options.recording:
         told.append(Badge("REC", "error"))
     if app.session.slow:
         told.append(Badge(f"SLOW {app.session.slow:g} s", "warning"))
     if app.session.stepping:
         told.append(Badge("STEP", "warning"))
-    told.append(_mode(app))
+    mode = _mode(app)
+    if state.started is not None and state.started.source == "simulated":
+        speed = state.started.knobs.get("speed") or 1
+        told.append(Badge("SIMULATED" + (f" ×{speed:g}" if speed != 1 else ""), "warning"))
+        if mode.text == "LIVE":
+            return told
+    told.append(mode)
     return told
 
 

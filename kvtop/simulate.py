@@ -5,8 +5,13 @@ Owns which of these options need which others. Whatever is wrong is one SetupErr
 
 from __future__ import annotations
 
-from engine import SetupError, Simulation
+from typing import TYPE_CHECKING
+
+from engine import SetupError
 from kvtop.cli_options import KvDtypeName
+
+if TYPE_CHECKING:
+    from engine import Simulation
 
 
 def simulation(
@@ -29,4 +34,6 @@ def simulation(
         raise SetupError("--simulate needs --on DEVICE, like --on h100, --on rtx-4070 or --on 4xh200")
     if live is not None:
         raise SetupError("--simulate names the model; leave out --model")
+    from engine import Simulation
+
     return Simulation(simulate, on, weights, kv_cache_dtype, speed)

@@ -28,6 +28,7 @@ FIGURES: dict[type[Widget], tuple[str, tuple[Definition, ...]]] = {
             ("hit", "Tokens read from the cache / prompt tokens, over first admissions; percent, floored."),
             ("tok/s", "Output tokens per second, all sequences together, over the last 2 s."),
             ("LIVE, REPLAY", "Where the batches come from. SLOW: the engine waits between steps (F3)."),
+            ("SIMULATED", "No model computes: text is made up, times follow a cost model (×: faster than time)."),
             ("LOST", "Batches that did not reach the screen; the next snapshot sets it right."),
         ),
     ),

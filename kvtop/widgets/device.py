@@ -38,6 +38,7 @@ class DevicePanel(Panel):
         ("weights", "Bytes of the model's parameters as they are held."),
         ("KV", "Bytes of the block pool: blocks x bytes a block, reserved at the start, used or not."),
         ("other", "The rest of the memory in use: activations, libraries, other programs."),
+        ("traffic", "Bytes a second between one GPU's memory and its cores; only a simulated device tells."),
         ("power", "Watts drawn now, as the driver tells; CPUs do not tell."),
     )
 
@@ -54,6 +55,8 @@ class DevicePanel(Panel):
             *self._memory(state, width, tells),
             self._line("power", _watts(sample.power if sample else None), width, None, tells),
         ]
+        if sample is not None and sample.bandwidth is not None:
+            rows.append(self._line("traffic", f"{sample.bandwidth / 1e9:,.0f} GB/s", width, None, True))
         if sample is not None and sample.temperature is not None:
             rows.append(self._line("temperature", f"{sample.temperature:.0f} °C", width, None, True))
         rows.append(
