@@ -183,8 +183,8 @@ def _run_dashboard(engine: Engine) -> dict[str, Any]:
     from kvtop.app import KvtopApp
     from kvtop.capture import Capture
     from kvtop.options import Options
-    from kvtop.settings import log_file
     from kvtop.session import Session
+    from kvtop.settings import log_file
     from kvtop.sources import LiveSource
 
     frames: list[tuple[float, float, int]] = []
