@@ -53,8 +53,7 @@ class Audit(PoolLaws, RequestLaws, StepLaws):
 
     def close(self) -> None:
         """The stream is over."""
-        open_ = [i for i, life in self.lives.items() if life.phase != "finished"]
-        need(not open_, f"request {open_[0] if open_ else 0} never finished")
+        need(not self.unfinished, f"request {next(iter(self.unfinished), 0)} never finished")
         need(self._closing is not None, "no closing PoolSnapshot right before the end")
 
     def resync(self, s: ev.PoolSnapshot) -> None:

@@ -73,6 +73,7 @@ class Books:
         self.mirror = PoolMirror(started.num_blocks, started.block_size)
         self.redacted = started.hash_seed is None
         self.lives: dict[int, Life] = {}
+        self.unfinished: dict[int, Life] = {}
         self.steps = 0
         seed = started.hash_seed
         need(seed is None or 0 <= seed < 1 << 64, f"hash_seed {seed} is out of range")

@@ -12,7 +12,7 @@ class RequestLaws(Books):
     def _on_queued(self, e: ev.RequestQueued) -> None:
         need(e.request_id not in self.lives, f"request {e.request_id} is queued twice")
         prompt = len(e.prompt_token_ids) or max((end for _, end, _, _ in e.spans), default=0)
-        self.lives[e.request_id] = Life(e, prompt)
+        self.lives[e.request_id] = self.unfinished[e.request_id] = Life(e, prompt)
         self._used.update(t for t in e.prompt_token_ids if t >= 0)
 
     def _on_lookup(self, e: ev.PrefixLookup) -> None:
@@ -88,6 +88,7 @@ class RequestLaws(Books):
     def _on_finished(self, e: ev.RequestFinished) -> None:
         life = self._life(e.request_id)
         was, life.phase = life.phase, "finished"
+        self.unfinished.pop(e.request_id, None)
         need(was != "finished", "finished twice")
         for branch in life.branches:
             need(

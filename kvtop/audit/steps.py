@@ -51,7 +51,8 @@ class StepLaws(Books):
                     f"block {b} is written although it is sealed",
                 )
             if self._caching:
-                for b in table[: min(end, branch.known) // self.size]:
+                # Those before were looked at when they were scheduled, or carried a hash when they were hit.
+                for b in table[start // self.size : min(end, branch.known) // self.size]:
                     need(self.mirror.hash[b] is not None, f"block {b} of a known prompt was not published")
 
     def _on_sampled(self, e: ev.TokensSampled) -> None:
@@ -101,7 +102,7 @@ class StepLaws(Books):
         need(tokens <= e.budget, f"{tokens} tokens in a budget of {e.budget}")
         told, mine = (e.free, e.active, e.cached), (mirror.free, mirror.active, mirror.cached)
         need(told == mine, f"free, active, cached are {told}, the events say {mine}")
-        phases = [life.phase for life in self.lives.values() if life.phase != "finished"]
+        phases = [life.phase for life in self.unfinished.values()]
         queues = {
             "running": phases.count("running"),
             "waiting": len(phases) - phases.count("running"),
