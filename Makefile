@@ -23,6 +23,7 @@ help:
 	@echo 'make conformance   every behaviour that the engine must have, the tests that hold it, and how they fared'
 	@echo 'make check         ruff, mypy, import walls'
 	@echo 'make bench         speed of the engine beside its peers'
+	@echo 'make bench-vllm    what pool, paging and a step cost, ours and vLLM in one run'
 	@echo 'make shots         the pictures of the README and of demos/shots'
 
 setup: $(READY)
@@ -73,6 +74,9 @@ check: $(READY)
 
 bench: $(READY)
 	@$(BIN)/python -m tests.benchmarks.compare $(ARGS)
+
+bench-vllm: $(VLLM_READY)
+	@OMP_NUM_THREADS=1 $(VLLM)/bin/python -m tests.vllm.bench
 
 shots: $(READY)
 	@$(BIN)/python demos/shots/make.py

@@ -77,7 +77,17 @@ def model_config() -> ModelConfig:
         return ModelConfig(model=folder, dtype="float32", skip_tokenizer_init=True, max_model_len=1 << 20)
 
 
-def build(setup: Setup, models: tuple[type, ...] = (), hash_like_us: bool = True) -> Scheduler:
+def kv_config(num_blocks: int, block_size: int) -> KVCacheConfig:
+    """One group of full attention."""
+    spec = FullAttentionSpec(block_size=block_size, num_kv_heads=1, head_size=64, dtype=torch.float32)
+    return KVCacheConfig(
+        num_blocks=num_blocks,
+        kv_cache_tensors=[],
+        kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)],
+    )
+
+
+def build(setup: Setup, models: tuple[type, ...] = ()) -> Scheduler:
     """A Scheduler of vLLM with the knobs of `setup`, the classes in `models` laid over it."""
     model = model_config()
     model.max_model_len = setup.limit
@@ -102,18 +112,10 @@ def build(setup: Setup, models: tuple[type, ...] = (), hash_like_us: bool = True
     )
     cached.num_gpu_blocks = setup.num_blocks
     register_all_kvcache_specs(config)
-    spec = FullAttentionSpec(block_size=setup.block_size, num_kv_heads=1, head_size=64, dtype=torch.float32)
-    kv = KVCacheConfig(
-        num_blocks=setup.num_blocks,
-        kv_cache_tensors=[],
-        kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)],
-    )
-    if hash_like_us:
-        kv_cache_utils.NONE_HASH = root_hash(HASH_SEED)
     made = type("Modelled", (*models, Scheduler), {}) if models else Scheduler
     return made(
         vllm_config=config,
-        kv_cache_config=kv,
+        kv_cache_config=kv_config(setup.num_blocks, setup.block_size),
         block_size=setup.block_size,
         log_stats=True,
         structured_output_manager=StructuredOutputManager(config),
@@ -124,6 +126,7 @@ class Theirs:
     """begin() schedules, finish() hands it the tokens that our side sampled."""
 
     def __init__(self, setup: Setup, models: tuple[type, ...] = ()) -> None:
+        kv_cache_utils.NONE_HASH = root_hash(HASH_SEED)
         self.scheduler = build(setup, models)
         self.manager = self.scheduler.kv_cache_manager
         self.manager.enable_kv_cache_events = self.manager.block_pool.enable_kv_cache_events = True
