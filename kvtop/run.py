@@ -6,6 +6,7 @@ on stderr after the terminal has been given back.
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import TYPE_CHECKING
 
@@ -45,6 +46,8 @@ def run_replay(source: Source, options: Options) -> int:
 
 def _run(session: Session) -> int:
     themes.find(session.options.theme or themes.DEFAULT)  # told before the terminal changes hands
+    for name in ("COLUMNS", "LINES"):  # exported by some shells, they would hide the terminal's own size
+        os.environ.pop(name, None)
     interval = sys.getswitchinterval()
     sys.setswitchinterval(SWITCH_INTERVAL)
     capture = Capture(log_file())

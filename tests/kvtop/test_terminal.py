@@ -36,7 +36,7 @@ class Terminal:
         self.pid, self._fd = pty.fork()
         if self.pid == 0:
             fcntl.ioctl(0, termios.TIOCSWINSZ, struct.pack("HHHH", size[1], size[0], 0, 0))
-            # An explicit environment: readline, where pytest loads it, plants COLUMNS and LINES in C's.
+            # Readline, where pytest loads it, plants COLUMNS and LINES: a program on a terminal must not care.
             own = {**os.environ, "TERM": "xterm-256color", "COLORTERM": "truecolor", **(env or {})}
             os.execve(sys.executable, [sys.executable, str(PROGRAM), *args], own)
 
