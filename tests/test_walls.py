@@ -18,6 +18,7 @@ NO_TORCH = (
     *("engine", "engine.events", "engine.config", "engine.params", "engine.hashing", "engine.blocks"),
     *("engine.paging", "engine.scheduler", "engine.sequence", "engine.runner", "engine.core", "engine.toy"),
     *("engine.detok", "engine.hub", "engine.chat", "engine.sizing", "engine.tokenizer"),
+    *("engine.clock", "engine.cost", "engine.load", "engine.simulated", "engine.workload"),
     *("kvtop.cli", "kvtop.state", "kvtop.explain", "kvtop.series", "kvtop.recorder", "kvtop.verify"),
     *("kvtop.headless", "kvtop.demo", "kvtop.audit", "kvtop.settings", "kvtop.size_table"),
 )

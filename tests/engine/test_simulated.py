@@ -164,7 +164,7 @@ def test_100_000_tokens_beside_decodes(chunked: bool) -> None:
     assert 40 < ttft < 60
     steps = [e for e in run.events(ev.StepScheduled) if max(e.n) > 200]
     if chunked:
-        assert gap < 1.5
+        assert gap < 1.6
         assert len(steps) == -(-100_000 // 2044)
         assert all(sum(e.n) <= 2048 for e in steps)
     else:
