@@ -130,6 +130,21 @@ def layout_name(kind: int) -> str:
     return LAYOUTS[kind].name if kind in LAYOUTS else _OTHERS.get(kind, f"unknown type {kind}")
 
 
+INT4_TYPES = (2, 3)
+"""Q4_0 and Q4_1: 32 codes of 4 bits, a float16 scale and, given or implied, a minimum."""
+
+
+def int4_groups(raw: np.ndarray, kind: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """uint8 [rows, bytes] of such a type -> codes uint8 [rows, groups x 16], as they are in the file, and
+    scale and minimum float16 [rows, groups]. Q4_0's zero is code 8: its minimum is -8 scales, exactly."""
+    layout = LAYOUTS[kind]
+    assert layout.dtype is not None
+    blocks = np.ascontiguousarray(raw).view(layout.dtype)
+    scale = np.ascontiguousarray(blocks["d"])
+    minimum = np.ascontiguousarray(blocks["m"]) if kind == 3 else scale * np.float16(-8)
+    return blocks["qs"].reshape(len(raw), -1), scale, minimum
+
+
 def dequantise(raw: np.ndarray, kind: int, out: np.ndarray) -> None:
     """Decode uint8 [rows, bytes] of GGML type `kind` into contiguous float32 [rows, columns]."""
     layout = LAYOUTS[kind]

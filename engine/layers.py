@@ -13,13 +13,20 @@ from torch import Tensor
 
 from engine.config import ModelConfig, RopeConfig, SetupError
 from engine.ops.base import AttentionWeights, MlpWeights, Ops, Packed, RopeTable
+from engine.ops.weights import Weight, concat
 
-Weights = dict[str, Tensor]
+Weights = dict[str, Weight]
 """Tensors under their HF names. Building layers takes entries out, so that nothing is held twice."""
 
 
 def take(weights: Weights, name: str, shape: tuple[int, ...]) -> Tensor:
     """Removes and returns one tensor. Raises SetupError if it is missing or has another shape."""
+    weight = take_linear(weights, name, shape)
+    return weight if isinstance(weight, Tensor) else weight.values(torch.float32)
+
+
+def take_linear(weights: Weights, name: str, shape: tuple[int, ...]) -> Weight:
+    """`take` for a linear's weight, which may come quantised."""
     tensor = weights.pop(name, None)
     if tensor is None:
         raise SetupError(f"the model's files lack {name}: they do not belong to this config.json")
@@ -38,9 +45,9 @@ def merged(
     bias: bool,
 ) -> Packed:
     """Linears that share their input, as one: rows in the order of `names`."""
-    w = [take(weights, f"{prefix}{n}.weight", (o, fan_in)) for n, o in zip(names, outs, strict=True)]
+    w = [take_linear(weights, f"{prefix}{n}.weight", (o, fan_in)) for n, o in zip(names, outs, strict=True)]
     b = [take(weights, f"{prefix}{n}.bias", (o,)) for n, o in zip(names, outs, strict=True)] if bias else []
-    return ops.pack(torch.cat(w) if len(w) > 1 else w[0], torch.cat(b) if b else None)
+    return ops.pack(concat(w), torch.cat(b) if b else None)
 
 
 def attention_weights(ops: Ops, c: ModelConfig, weights: Weights, layer: int) -> AttentionWeights:

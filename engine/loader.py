@@ -17,9 +17,10 @@ import torch
 
 from engine import gguf_config, gguf_file
 from engine.config import ModelConfig, SetupError
-from engine.gguf_quants import dequantise
+from engine.gguf_quants import INT4_TYPES, dequantise, int4_groups
 from engine.hub import ModelFiles, Progress, shorten
 from engine.kv_cache import cpu_free_bytes, size
+from engine.ops.weights import Int4, Weight
 from engine.safetensors_file import open_shards
 
 _CHUNK_VALUES = 1 << 18
@@ -31,21 +32,46 @@ class LoadedModel:
     """A model's shape and its tensors."""
 
     config: ModelConfig
-    weights: dict[str, torch.Tensor]
+    weights: dict[str, Weight]
     """Under Hugging Face's names; `lm_head.weight` is absent where embeddings are tied."""
 
 
 def load(
-    files: ModelFiles, *, dtype: torch.dtype | None = None, progress: Progress | None = None
+    files: ModelFiles,
+    *,
+    dtype: torch.dtype | None = None,
+    progress: Progress | None = None,
+    keep_codes: bool = False,
 ) -> LoadedModel:
     """Read all weights, as `dtype` (None: as stored, a GGUF as float32). Progress is in bytes of the files.
+
+    keep_codes: linears that a GGUF has in 4 bits come as Int4, with the file's own codes.
 
     Raises SetupError: damaged files, missing tensors, wrong shapes, unsupported architecture.
     """
     report = progress or (lambda done, total, what: None)
     if files.kind == "gguf":
-        return _load_gguf(files, dtype or torch.float32, report)
+        return _load_gguf(files, dtype or torch.float32, report, keep_codes)
     return _load_safetensors(files, dtype, report)
+
+
+def loaded_bytes(files: ModelFiles, dtype: torch.dtype, *, keep_codes: bool = False) -> int:
+    """Bytes that `load` will take, from the files' headers alone."""
+    if files.kind == "gguf":
+        tensors = gguf_file.read(files.weights[0]).tensors.values()
+        return sum(_bytes(t, gguf_config.hf_name(t.name) or "", dtype, keep_codes) for t in tensors)
+    shapes = open_shards(files.weights, files.weight_map).shapes
+    return sum(math.prod(shape) for shape in shapes.values()) * dtype.itemsize
+
+
+def _bytes(tensor: gguf_file.Tensor, name: str, dtype: torch.dtype, keep_codes: bool) -> int:
+    values = math.prod(tensor.shape)
+    return values * 20 // 32 if keep_codes and _has_codes(tensor, name) else values * dtype.itemsize
+
+
+def _has_codes(tensor: gguf_file.Tensor, name: str) -> bool:
+    """Whether it is a linear whose GGUF blocks are INT4 groups as they stand."""
+    return name.endswith("_proj.weight") and tensor.type in INT4_TYPES
 
 
 def _check_memory(name: str, need: int) -> None:
@@ -134,7 +160,7 @@ def _load_safetensors(files: ModelFiles, dtype: torch.dtype | None, report: Prog
     meter = _Meter(sum(shards.sizes[stored[name]] for name in names), f"loading {files.name}", report)
     width = dtype.itemsize if dtype else 0
     _check_memory(files.name, sum(math.prod(shapes[n]) * width or shards.sizes[stored[n]] for n in names))
-    weights = {}
+    weights: dict[str, Weight] = {}
     for name in names:
         tensor = shards.get(stored[name])
         weights[name] = tensor if dtype is None or tensor.dtype == dtype else tensor.to(dtype)
@@ -145,7 +171,7 @@ def _load_safetensors(files: ModelFiles, dtype: torch.dtype | None, report: Prog
 # ------------------------------------------------------------------ GGUF
 
 
-def _load_gguf(files: ModelFiles, dtype: torch.dtype, report: Progress) -> LoadedModel:
+def _load_gguf(files: ModelFiles, dtype: torch.dtype, report: Progress, keep_codes: bool) -> LoadedModel:
     gguf = gguf_file.read(files.weights[0])
     stored = {}
     for tensor in gguf.tensors.values():
@@ -163,18 +189,23 @@ def _load_gguf(files: ModelFiles, dtype: torch.dtype, report: Progress) -> Loade
     names = _check_shapes(config, {name: tensor.shape for name, tensor in stored.items()}, files.name)
     meter = _Meter(sum(stored[name].size for name in names), f"loading {files.name}", report)
 
-    def decode(name: str) -> torch.Tensor:
+    def decode(name: str) -> Weight:
         tensor = stored[name]
         raw = gguf.rows(tensor.name)
         heads = _permuted_heads(config, name)
-        return _decode(_unpermute(raw.reshape(tensor.shape[0], -1), heads) if heads else raw, tensor, dtype)
+        if heads:
+            raw = _unpermute(raw.reshape(tensor.shape[0], -1), heads)
+        if keep_codes and _has_codes(tensor, name):
+            codes, scale, minimum = (torch.from_numpy(a) for a in int4_groups(raw, tensor.type))
+            return Int4(codes, scale, minimum, tensor.shape[1])
+        return _decode(raw, tensor, dtype)
 
-    _check_memory(files.name, sum(math.prod(stored[name].shape) for name in names) * dtype.itemsize)
+    _check_memory(files.name, sum(_bytes(stored[name], name, dtype, keep_codes) for name in names))
     # numpy and torch leave the GIL while they decode; large tensors first, or one thread ends alone
     by_size = sorted(names, key=lambda name: -stored[name].size)
     pool = ThreadPoolExecutor(min(4, os.cpu_count() or 1))
     try:
-        decoded: dict[str, torch.Tensor] = {}
+        decoded: dict[str, Weight] = {}
         for name, weight in zip(by_size, pool.map(decode, by_size), strict=True):
             decoded[name] = weight
             meter.add(stored[name].size)

@@ -11,9 +11,10 @@ from collections.abc import Callable
 from torch import Tensor
 
 from engine.config import ModelConfig
-from engine.layers import Weights, attention_weights, mlp_weights, rope_table, take
+from engine.layers import Weights, attention_weights, mlp_weights, rope_table, take, take_linear
 from engine.ops.base import Ops, State, StepInput
 from engine.ops.fp8 import Kv
+from engine.ops.weights import Quantization, linear_bytes
 
 
 class Decoder:
@@ -33,7 +34,9 @@ class Decoder:
         c = self.config = config
         self.ops = ops
         embed = take(weights, "model.embed_tokens.weight", (c.vocab_size, c.hidden_size))
-        head = weights.pop("lm_head.weight", None)
+        untied = not c.tie_word_embeddings and "lm_head.weight" in weights
+        head = take_linear(weights, "lm_head.weight", (c.vocab_size, c.hidden_size)) if untied else embed
+        weights.pop("lm_head.weight", None)
         self.embed = embed.to(ops.device, ops.dtype).contiguous()
         """[vocab, hidden]"""
         self.blocks = []
@@ -43,7 +46,7 @@ class Decoder:
             )
             progress(layer + 1, c.num_layers, "packing layers")
         self.norm = ops.vector(take(weights, "model.norm.weight", (c.hidden_size,)))
-        self.head = ops.pack(embed if head is None or c.tie_word_embeddings else head)
+        self.head = ops.pack_head(head)
         self.rope = rope_table(c, positions, ops.device)
 
     def forward(self, batch: StepInput, cache: Kv) -> Tensor:
@@ -65,10 +68,15 @@ class Decoder:
         return self.ops.logits(hidden, self.head)
 
 
-def weight_bytes(c: ModelConfig, bytes_per_value: int) -> int:
-    """Bytes of all parameters; a tied head counts once."""
+def weight_bytes(c: ModelConfig, bytes_per_value: int, to: Quantization | None = None) -> int:
+    """Bytes of all parameters, scales included. A tied head counts once, unless it is quantised: then it
+    stands beside the embedding."""
     q, kv, h, i = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim, c.hidden_size, c.intermediate_size
-    layer = (q + 2 * kv) * h + q * h + 3 * h * i + 2 * h
-    return (
-        c.num_layers * layer + c.vocab_size * h * (1 if c.tie_word_embeddings else 2) + h
-    ) * bytes_per_value
+    linears = ((q + 2 * kv, h), (h, q), (2 * i, h), (h, i))
+    layer = sum(linear_bytes(out, inputs, bytes_per_value, to) for out, inputs in linears)
+    vectors = 2 * h + 2 * c.head_dim * c.qk_norm
+    vectors += (q + 2 * kv) * c.qkv_bias + h * c.o_bias + (2 * i + h) * c.mlp_bias
+    total = c.num_layers * (layer + vectors * bytes_per_value) + (c.vocab_size * h + h) * bytes_per_value
+    if to is not None or not c.tie_word_embeddings:
+        total += linear_bytes(c.vocab_size, h, bytes_per_value, "int8" if to else None)
+    return total

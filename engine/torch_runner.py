@@ -6,7 +6,6 @@ engine thread. A step is copies, forward, sampling, in this order and never spli
 
 from __future__ import annotations
 
-import math
 import os
 import time
 from collections.abc import Callable
@@ -50,9 +49,10 @@ def build(config: EngineConfig, progress: Progress, files: ModelFiles | None = N
     device, dtype = choose(config)
     if files is None:
         files = hub.resolve(config.model, revision=config.revision, progress=progress)
+    codes = config.quantization == "int4"
     if device.type == "cpu":
-        check_cpu_memory(_stored_values(files) * dtype.itemsize, None, cpu_free_bytes())
-    loaded = loader.load(files, dtype=dtype, progress=progress)
+        check_cpu_memory(loader.loaded_bytes(files, dtype, keep_codes=codes), None, cpu_free_bytes())
+    loaded = loader.load(files, dtype=dtype, progress=progress, keep_codes=codes)
     return TorchRunner.from_weights(loaded.config, loaded.weights, config, progress)
 
 
@@ -79,7 +79,7 @@ class TorchRunner:
         self.num_blocks = cache_size.num_blocks
         self.block_size = cache_size.block_size
         self.bytes_per_block = cache_size.bytes_per_block
-        self.weights_bytes = weight_bytes(model.config, ops.dtype.itemsize)
+        self.weights_bytes = weight_bytes(model.config, ops.dtype.itemsize, ops.quantization)
         self.vocab_size = model.config.vocab_size
         self.max_model_len = max_model_len
         self.model_name = model.config.name
@@ -106,7 +106,7 @@ class TorchRunner:
         if device.type == "cpu":
             torch.set_num_threads(config.threads or cores())
         fp8 = config.kv_cache_dtype == "fp8"
-        ops = get_ops(config.ops, device, dtype, model_config, fp8_kv=fp8)
+        ops = get_ops(config.ops, device, dtype, model_config, fp8_kv=fp8, quantization=config.quantization)
         longest = model_config.max_position_embeddings
         if config.max_model_len is not None and config.max_model_len > longest:
             raise SetupError(
@@ -190,16 +190,6 @@ def cores() -> int:
         return len(os.sched_getaffinity(0))
     except AttributeError:
         return os.cpu_count() or 1
-
-
-def _stored_values(files: ModelFiles) -> int:
-    """Weights in the files, each counted once: what will be in memory after loading, before it is."""
-    from engine import gguf_file, safetensors_file
-
-    if files.kind == "gguf":
-        return sum(math.prod(t.shape) for t in gguf_file.read(files.weights[0]).tensors.values())
-    shapes = safetensors_file.open_shards(files.weights, files.weight_map).shapes
-    return sum(math.prod(shape) for shape in shapes.values())
 
 
 def _profile_gpu(model: Decoder, config: EngineConfig) -> int:

@@ -60,6 +60,7 @@ from kvtop.cli_options import (
     Overhead,
     Prompt,
     Prompts,
+    Quantize,
     Record,
     Redact,
     Revision,
@@ -154,6 +155,7 @@ def run(
     long_prefill_token_threshold: LongPrefill = 0,
     seed: Seed = 0,
     hash_seed: HashSeed = None,
+    quantization: Quantize = None,
     threads: Threads = None,
 ) -> int:
     """A live model, or a simulated one: the dashboard, or headless answers."""
@@ -362,6 +364,7 @@ def bench(
     num_blocks: NumBlocks = None,
     kv_cache_memory: KvMemory = None,
     kv_cache_dtype: KvDtype = "auto",
+    quantization: Quantize = None,
     threads: Threads = None,
 ) -> int:
     """Speed of the engine on this machine."""
@@ -384,6 +387,8 @@ def engine_config(params: dict[str, Any]) -> EngineConfig:
     known = {n: params[n] for n in EngineConfig.__slots__ if n in params}
     if params.get("simulate") is not None:
         known.pop("kv_cache_dtype", None)  # the simulation's own, which has more of them
+    elif params.get("weights") in ("int8", "int4"):
+        known["quantization"] = params["weights"]
     memory = known.get("kv_cache_memory")
     if memory is not None:
         known["kv_cache_memory"] = parse_size(memory, "--kv-cache-memory")

@@ -97,11 +97,16 @@ View = Annotated[ViewName | None, opt("What to show first.", "--view")]
 Fps = Annotated[float | None, opt("Frames a second.", "--fps", min=0.5, max=120)]
 Motion = Annotated[bool, opt("Sweeps and flashes.", "--motion/--no-motion")]
 File = Annotated[Path, typer.Argument(help="A recording.", metavar="FILE")]
+Quantize = Annotated[
+    Literal["int8", "int4"] | None,
+    opt("Compute with quantised weights; a GGUF's 4-bit codes stay as they are.", "--quantization"),
+]
+
 
 Memory = Annotated[str, opt("Of the GPU, like 80GiB; of several their sum.", "--memory", metavar="SIZE")]
 Weights = Annotated[
     str | None,
-    opt("bf16, fp8, int8, int4 or a SIZE; as published without.", "--weights", metavar="FORMAT|SIZE"),
+    opt("bf16, fp8, int8, int4 or a SIZE. Live: as --quantization.", "--weights", metavar="FORMAT|SIZE"),
 ]
 Overhead = Annotated[str, opt("For activations, graphs and libraries.", "--overhead", metavar="SIZE")]
 AvgTokens = Annotated[int, opt("Prompt and answer of an average request.", "--avg-tokens")]

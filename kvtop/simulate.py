@@ -25,7 +25,8 @@ def simulation(
 ) -> Simulation | None:
     """None: a live engine. live: the model that --model names. Raises SetupError."""
     if simulate is None:
-        given = {"--on": on, "--weights": weights, "--speed": speed}
+        foreign = None if weights in ("int8", "int4") else weights
+        given = {"--on": on, "--weights": foreign, "--speed": speed}
         extra = next((name for name, value in given.items() if value is not None), None)
         if extra is not None:
             raise SetupError(f"{extra} goes with --simulate MODEL --on DEVICE")

@@ -11,10 +11,17 @@ if TYPE_CHECKING:
 
     from engine.config import ModelConfig
     from engine.ops.base import Ops
+    from engine.ops.weights import Quantization
 
 
 def get_ops(
-    name: str, device: torch.device, dtype: torch.dtype, model: ModelConfig, *, fp8_kv: bool = False
+    name: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    model: ModelConfig,
+    *,
+    fp8_kv: bool = False,
+    quantization: Quantization | None = None,
 ) -> Ops:
     """The back end `name` (auto, reference, cpu, triton) for this model on this device in this dtype.
 
@@ -29,16 +36,16 @@ def get_ops(
     if name == "reference":
         from engine.ops.reference import ReferenceOps
 
-        return ReferenceOps(device, dtype)
+        return ReferenceOps(device, dtype, quantization)
     if name == "cpu":
         if device.type != "cpu" or dtype == torch.float64:
             what = "float64" if dtype == torch.float64 else device.type
             raise SetupError(f"--ops cpu does not run on {what}: use --ops reference")
         from engine.ops import cpu, cpu_native
 
-        if dtype == torch.bfloat16 and not fp8_kv and cpu_native.available(model):
+        if dtype == torch.bfloat16 and not fp8_kv and not quantization and cpu_native.available(model):
             return cpu_native.NativeCpuOps(device, dtype, model)
-        return cpu.CpuOps(device, dtype)
+        return cpu.CpuOps(device, dtype, quantization)
     if name == "triton":
         raise SetupError("--ops triton is not part of this version: use --ops auto or --ops reference")
     raise SetupError(f"--ops must be auto, reference, cpu or triton, not {name!r}")

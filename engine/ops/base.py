@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from engine.ops.fp8 import Kv, parts
+from engine.ops.weights import Quantised, Quantization, Weight, quantise
 from engine.sampler import SampleRows, sample
 
 
@@ -108,17 +109,39 @@ class Ops(ABC):
 
     name: str
 
-    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self, device: torch.device, dtype: torch.dtype, quantization: Quantization | None = None
+    ) -> None:
         self.device = device
         self.dtype = dtype
+        self.quantization = quantization
+        """Of linears; embeddings and norms stay in `dtype`."""
 
     # ------------------------------------------------------------------------ once at the start
 
-    def pack(self, weight: Tensor, bias: Tensor | None = None) -> Packed:
-        """Takes over a linear's weight [out, in] (any float dtype) and bias [out]."""
-        w = weight.to(self.device, self.dtype).contiguous()
+    def pack(self, weight: Weight, bias: Tensor | None = None, to: Quantization | None = None) -> Packed:
+        """Takes over a linear's weight [out, in] (any float dtype, or quantised) and bias [out].
+
+        to: its format; None takes `quantization`.
+        """
+        form = to or self.quantization
         b = None if bias is None else bias.to(self.device, self.dtype)
-        return Packed(weight.shape[1], weight.shape[0], w, b)
+        if form is not None:
+            return self.pack_quantised(quantise(weight, form), b)
+        plain = weight if isinstance(weight, Tensor) else weight.values(self.dtype)
+        return self.pack_plain(plain.to(self.device, self.dtype).contiguous(), b)
+
+    def pack_head(self, weight: Weight) -> Packed:
+        """The LM head, which under any quantisation is INT8: its errors go straight into the logits."""
+        return self.pack(weight, to="int8" if self.quantization else None)
+
+    def pack_plain(self, weight: Tensor, bias: Tensor | None) -> Packed:
+        """`pack` for a weight in `dtype` on `device`."""
+        return Packed(weight.shape[1], weight.shape[0], weight, bias)
+
+    def pack_quantised(self, weight: Quantised, bias: Tensor | None) -> Packed:
+        """`pack` for a quantised one."""
+        return Packed(weight.shape[1], weight.shape[0], weight.to(self.device), bias)
 
     def vector(self, weight: Tensor) -> Tensor:
         """Takes over a norm's weight."""

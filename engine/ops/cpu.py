@@ -41,16 +41,14 @@ class CpuOps(ReferenceOps):
 
     name = "cpu"
 
-    def pack(self, weight: Tensor, bias: Tensor | None = None) -> Packed:
-        packed = super().pack(weight, bias)
-        packed.data = _reorder(packed.data)
-        return packed
+    def pack_plain(self, weight: Tensor, bias: Tensor | None) -> Packed:
+        return Packed(weight.shape[1], weight.shape[0], _reorder(weight), bias)
 
     def linear(self, x: Tensor, w: Packed) -> Tensor:
-        if w.data.is_mkldnn:
+        if isinstance(w.data, Tensor) and w.data.is_mkldnn:
             out: Tensor = torch.ops.mkldnn._linear_pointwise.default(x, w.data, w.bias, "none", [], "")
             return out
-        return torch.nn.functional.linear(x, w.data, w.bias)
+        return super().linear(x, w)
 
     def plan(self, batch: StepInput, rope: RopeTable) -> _Plan:
         single = [i for i, n in enumerate(batch.q_lens) if n == 1]

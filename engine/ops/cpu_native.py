@@ -72,12 +72,11 @@ class NativeCpuOps(Ops):
 
     # ------------------------------------------------------------------------ once at the start
 
-    def pack(self, weight: Tensor, bias: Tensor | None = None) -> Packed:
-        w = weight.to(self.dtype).contiguous()
-        n, k = w.shape
+    def pack_plain(self, weight: Tensor, bias: Tensor | None) -> Packed:
+        n, k = weight.shape
         kp = -(-k // 2)
         data = torch.empty(-(-n // native.PANEL) * kp * native.PANEL * 2, dtype=self.dtype)
-        self._lib.kvtop_pack(w.data_ptr(), n, k, data.data_ptr())
+        self._lib.kvtop_pack(weight.data_ptr(), n, k, data.data_ptr())
         b = None if bias is None else bias.float().contiguous()
         struct = native.Linear(n, k, kp, data.data_ptr(), None if b is None else b.data_ptr())
         return Packed(k, n, _Panels(struct, data, b), b)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from engine.ops.base import AttentionWeights, Ops, Packed, StepPlan
 from engine.ops.fp8 import Kv, fetch, store
+from engine.ops.weights import Quantization
 
 
 class ReferenceOps(Ops):
@@ -18,13 +19,16 @@ class ReferenceOps(Ops):
 
     name = "reference"
 
-    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
-        super().__init__(device, dtype)
+    def __init__(
+        self, device: torch.device, dtype: torch.dtype, quantization: Quantization | None = None
+    ) -> None:
+        super().__init__(device, dtype, quantization)
         self.wide = torch.float64 if dtype == torch.float64 else torch.float32
         """Precision of norms, rotation and softmax."""
 
     def linear(self, x: Tensor, w: Packed) -> Tensor:
-        return torch.nn.functional.linear(x, w.data, w.bias)
+        weight = w.data if isinstance(w.data, Tensor) else w.data.values(self.dtype)
+        return torch.nn.functional.linear(x, weight, w.bias)
 
     def add_rms_norm(
         self, delta: Tensor | None, residual: Tensor, weight: Tensor, eps: float

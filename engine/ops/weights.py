@@ -1,0 +1,170 @@
+"""Weights in 8 and 4 bits: the formats, how they are made and what their values are.
+
+INT8: one float32 scale per output channel, symmetric. INT4: groups of 32 along the input, each with a
+float16 scale and minimum, as GGUF's Q4_1 has them, so that its bytes are taken over as they are. What a
+code means is defined in float32 here; every back end multiplies by exactly these values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Quantization = Literal["int8", "int4"]
+
+GROUP = 32
+"""Values that share a scale and a minimum in INT4."""
+
+
+@dataclass(frozen=True, slots=True)
+class Int8:
+    """value = codes x scale. codes int8 [out, in], -127 to 127; scale float32 [out]."""
+
+    codes: Tensor
+    scale: Tensor
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(out, in)."""
+        return self.codes.shape[0], self.codes.shape[1]
+
+    @property
+    def nbytes(self) -> int:
+        return self.codes.nbytes + self.scale.nbytes
+
+    def to(self, device: torch.device) -> Int8:
+        return Int8(self.codes.to(device), self.scale.to(device))
+
+    def values(self, dtype: torch.dtype) -> Tensor:
+        """[out, in]."""
+        return (self.codes.float() * self.scale[:, None]).to(dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Int4:
+    """value = code x scale + minimum. codes uint8 [out, groups x 16]: byte i of a group holds value i in
+    its low half and value i + 16 in its high half; scale and minimum float16 [out, groups]. The last
+    group is padded where `inputs` is no multiple of 32."""
+
+    codes: Tensor
+    scale: Tensor
+    minimum: Tensor
+    inputs: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(out, in)."""
+        return self.codes.shape[0], self.inputs
+
+    @property
+    def nbytes(self) -> int:
+        return self.codes.nbytes + self.scale.nbytes + self.minimum.nbytes
+
+    def to(self, device: torch.device) -> Int4:
+        return Int4(self.codes.to(device), self.scale.to(device), self.minimum.to(device), self.inputs)
+
+    def unpacked(self) -> Tensor:
+        """Codes uint8 [out, groups, 32], 0 to 15."""
+        grouped = self.codes.view(len(self.codes), -1, GROUP // 2)
+        return torch.cat((grouped & 15, grouped >> 4), -1)
+
+    def values(self, dtype: torch.dtype) -> Tensor:
+        """[out, in]."""
+        wide = self.unpacked().float() * self.scale.float()[..., None] + self.minimum.float()[..., None]
+        return wide.flatten(1)[:, : self.inputs].to(dtype)
+
+
+Quantised = Int8 | Int4
+Weight = Tensor | Int8 | Int4
+"""A linear's weight [out, in] as it is loaded."""
+
+
+def quantise(weight: Weight, to: Quantization) -> Quantised:
+    """A weight in that format. One that is in it already stays as it is, code for code; from another
+    format it goes through its values."""
+    if isinstance(weight, Int4 if to == "int4" else Int8):
+        return weight
+    values = weight.float() if isinstance(weight, Tensor) else weight.values(torch.float32)
+    return _int4(values) if to == "int4" else _int8(values)
+
+
+def _int8(w: Tensor) -> Int8:
+    scale = w.abs().amax(1) / 127
+    codes = (w / torch.where(scale > 0, scale, 1)[:, None]).round().clamp(-127, 127).to(torch.int8)
+    return Int8(codes, scale)
+
+
+def _int4(w: Tensor) -> Int4:
+    """Rows in pieces: the search holds several float32 copies of what it works on."""
+    rows = max(1, _PIECE // w.shape[1])
+    parts = [_int4_groups(part) for part in w.split(rows)]
+    codes, scale, minimum = (torch.cat(p) for p in zip(*parts, strict=True))
+    return Int4(codes, scale, minimum, w.shape[1])
+
+
+_PIECE = 1 << 22
+_RANGES = (1.0, 0.88)
+"""Parts of a group's range to start from: a narrower one costs the ends and serves the middle."""
+_REFITS = 2
+
+
+def _int4_groups(w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes, scale and minimum of least squared error found: from each range, codes and the line through
+    them are fitted to each other in turn. What is on such a grid already comes back as it was."""
+    # Padded with the row's last value, so that padding never widens a group's range.
+    groups = torch.cat((w, w[:, -1:].expand(-1, -w.shape[1] % GROUP)), 1).unflatten(1, (-1, GROUP))
+    low, high = groups.aminmax(dim=-1, keepdim=True)
+    middle = groups.mean(-1, keepdim=True)
+    best: tuple[Tensor, ...] | None = None
+    for part in _RANGES:
+        scale = (high - low) * (part / 15)
+        minimum = (high + low) / 2 - 7.5 * scale
+        for _ in range(1 + _REFITS):
+            # Codes are chosen for the rounded scale and minimum, which is what they will be read with.
+            scale, minimum = scale.half(), minimum.half()
+            step, start = scale.float(), minimum.float()
+            codes = ((groups - start) / torch.where(step == 0, 1, step)).round().clamp(0, 15)
+            error = (codes * step + start - groups).square().sum(-1, keepdim=True)
+            found = (error, codes, scale, minimum)
+            if best is None:
+                best = found
+            else:
+                better = error < best[0]
+                best = tuple(torch.where(better, new, old) for new, old in zip(found, best, strict=True))
+            mean = codes.mean(-1, keepdim=True)
+            spread = (codes - mean).square().sum(-1, keepdim=True)
+            slope = ((codes - mean) * (groups - middle)).sum(-1, keepdim=True)
+            scale = slope / torch.where(spread == 0, 1, spread)
+            minimum = middle - scale * mean
+    assert best is not None
+    _, codes, scale, minimum = best
+    nibbles = codes.to(torch.uint8)
+    packed = nibbles[..., : GROUP // 2] | nibbles[..., GROUP // 2 :] << 4
+    return packed.flatten(1), scale.squeeze(-1), minimum.squeeze(-1)
+
+
+def concat(weights: Sequence[Weight]) -> Weight:
+    """Linears that share their input as one, rows in order. Mixed formats meet as values."""
+    first = weights[0]
+    if len(weights) == 1:
+        return first
+    if all(isinstance(w, Int4) for w in weights):
+        same = [w for w in weights if isinstance(w, Int4)]
+        codes, scale, minimum = (
+            torch.cat([getattr(w, n) for w in same]) for n in ("codes", "scale", "minimum")
+        )
+        return Int4(codes, scale, minimum, same[0].inputs)
+    return torch.cat([w if isinstance(w, Tensor) else w.values(torch.float32) for w in weights])
+
+
+def linear_bytes(out: int, inputs: int, bytes_per_value: int, to: Quantization | None) -> int:
+    """Of one linear's weight, scales included."""
+    if to == "int8":
+        return out * inputs + 4 * out
+    if to == "int4":
+        return out * -(-inputs // GROUP) * (GROUP // 2 + 4)
+    return out * inputs * bytes_per_value
