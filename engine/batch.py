@@ -49,7 +49,10 @@ class DeviceRows:
         blocks = self._tables[np.repeat(rows, n), logical].astype(np.int64)
         if (blocks == NULL_BLOCK).any():
             raise ValueError("a token's slot is in the null block: its table is too short")
-        sampled = np.fromiter((i for i, r in enumerate(plan.rows) if r.sample), np.int64)
+        draws = [(i, b) for i, r in enumerate(plan.rows) for b in r.draws]
+        sampled = np.fromiter((i for i, _ in draws), np.int64, len(draws))
+        params = self._params[rows[sampled]]
+        params["branch"] = [b for _, b in draws]
         kv_lens = start + n
         batch = StepInput(
             token_ids=self._to(_tokens(plan.rows)),
@@ -63,7 +66,7 @@ class DeviceRows:
             q_lens=n.tolist(),
             kv_lens_host=kv_lens.tolist(),
         )
-        return batch, SampleRows(self._params[rows[sampled]], kv_lens[sampled])
+        return batch, SampleRows(params, kv_lens[sampled])
 
     def _update(self, seq: Sequence) -> int:
         """The sequence's row, its table and (once) its parameters brought up to date."""

@@ -123,7 +123,7 @@ class EngineCore:
         foreign = self._foreign_token(prompt_token_ids)
         if foreign:
             prompt_token_ids = []  # a number that is no token fits in no event and no table
-        problem = refuse or foreign or self._never_fits(len(prompt_token_ids))
+        problem = refuse or foreign or self._never_fits(len(prompt_token_ids), params)
         request = Request(
             request_id,
             prompt_token_ids,
@@ -142,7 +142,7 @@ class EngineCore:
                 request_id,
                 list(prompt_token_ids),
                 request.t_arrival,
-                1,
+                params.n,
                 priority,
                 None if request.salt is None else request.salt.hex(),
                 conversation,
@@ -168,15 +168,34 @@ class EngineCore:
                 return f"token id {token} is outside the model's vocabulary of {size:,}"
         return None
 
-    def _never_fits(self, tokens: int) -> str | None:
+    def _never_fits(self, tokens: int, params: SamplingParams) -> str | None:
         limit = self.runner.max_model_len
         if tokens == 0:
             return "the prompt is empty: give at least one token"
         if tokens < limit:
-            return None
+            return self._too_wide(tokens, params) if params.n > 1 else None
         size, blocks = self.paging.block_size, self._pool.num_usable
         why = f", which is what {blocks:,} blocks of {size} hold" if limit == blocks * size else ""
         return f"the prompt has {tokens:,} tokens, the context {limit:,}{why}, one of output included: shorten it"
+
+    def _too_wide(self, tokens: int, params: SamplingParams) -> str | None:
+        """Why `n` samples of this prompt could never run to their ends."""
+        if params.n > self.scheduler.max_num_seqs:
+            most = self.scheduler.max_num_seqs
+            return (
+                f"n = {params.n:,} samples run at once, --max-num-seqs is {most:,}: ask for fewer or raise it"
+            )
+        size = self.paging.block_size
+        shared = tokens // size
+        tail = -(-min(self.runner.max_model_len, tokens + params.max_tokens) // size) - shared
+        need = shared + params.n * tail
+        if need <= self._pool.num_usable:
+            return None
+        sum_ = f"{shared:,} of the prompt and {params.n:,} x {tail:,} of their own"
+        return (
+            f"n = {params.n:,} samples take {need:,} blocks ({sum_}), the pool has {self._pool.num_usable:,}: "
+            "ask for fewer or lower max_tokens"
+        )
 
     def abort(self, request_id: int) -> bool:
         """End a request in any state. False if it is unknown or finished."""
@@ -193,10 +212,16 @@ class EngineCore:
         request = parent.request
         if request.status is not Status.RUNNING or parent.finish_reason or not parent.table:
             return None
+        if request.fans_out:
+            return None
         most = min(self.runner.max_model_len, request.prompt_tokens + request.params.max_tokens)
         blocks = -(-most // self.paging.block_size) * (len(request.branches) + 1)
         if blocks > self._pool.num_usable or not self.scheduler.places:
             return None
+        return self._fork(parent)
+
+    def _fork(self, parent: Branch) -> Branch:
+        request = parent.request
         child = Branch(next(self._seq_ids), request, branch=len(request.branches))
         child.tokens = parent.tokens[:]
         child.detok = parent.detok.fork() if parent.detok else None
@@ -300,21 +325,21 @@ class EngineCore:
             if keep
         ]
         self.scheduler.step_done()
-        texts = [self._advance(row, new, now) for row, new in executed]
-        token_ids = [token for _, new in executed for token in new]
+        advanced = [one for row, new in executed for one in self._advance(row, new, now)]
+        token_ids = [token for _, new, _ in advanced for token in new]
         self._show_pieces(token_ids)
         self.events.append(
             TokensSampled(
-                [row.seq.seq_id for row, _ in executed],
+                [seq.seq_id for seq, _, _ in advanced],
                 token_ids,
-                [len(new) for _, new in executed],
-                [row.seq.num_computed for row, _ in executed],
-                texts,
+                [len(new) for _, new, _ in advanced],
+                [seq.num_computed for seq, _, _ in advanced],
+                [text for _, _, text in advanced],
             )
         )
         done: dict[Request, None] = {}
-        for row, _ in executed:
-            seq, request = row.seq, row.seq.request
+        for seq, _, _ in advanced:
+            request = seq.request
             if request not in bad:
                 # After the stop check: what was hashed is exactly what was computed.
                 self.paging.publish(seq, seq.num_computed)
@@ -331,13 +356,20 @@ class EngineCore:
                 request, "error", "the model gave NaN or infinite logits; its cached blocks were dropped"
             )
 
-    def _advance(self, row: Row, new: list[int], now: float) -> str:
-        """One executed row: its KV is there, its sampled tokens are appended. Returns what they show."""
+    def _advance(self, row: Row, new: list[int], now: float) -> list[tuple[Branch, list[int], str]]:
+        """One executed row: its KV is there, its sampled tokens are appended, a token to each branch where
+        samples part. Returns the branches, what they sampled and what that shows."""
         seq, end = row.seq, row.start + row.n
         if row.start < seq.high_computed:
             seq.request.recomputed_tokens += min(end, seq.high_computed) - row.start
         seq.num_computed = end
         seq.high_computed = max(seq.high_computed, end)
+        if not row.branches or not new:
+            return [(seq, new, self._extend(seq, new, now))]
+        branches = [seq, *(self._fork(seq) for _ in new[1:])]
+        return [(b, [token], self._extend(b, [token], now)) for b, token in zip(branches, new, strict=True)]
+
+    def _extend(self, seq: Branch, new: list[int], now: float) -> str:
         text = ""
         for token in new:
             text += self._append(seq, token, now)

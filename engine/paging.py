@@ -161,6 +161,29 @@ class Paging:
         child.num_known = parent.num_known
         child.num_published = min(parent.num_published, len(shared))
 
+    def common_blocks(self, a: Sequence, b: Sequence) -> int:
+        """Full blocks in which two branches of a request hold the same tokens, one token of `b` left out:
+        whoever shares them still computes something."""
+        same = next((i for i, (x, y) in enumerate(zip(a.tokens, b.tokens, strict=False)) if x != y), len(a))
+        return min(same, len(b) - 1) // self.block_size
+
+    def rejoin(self, seq: Sequence, sibling: Sequence, shared: int, hits: list[int]) -> None:
+        """Start the table of a branch that comes back from preemption: `shared` computed blocks of its
+        sibling, then what the cache has beyond them."""
+        if shared:
+            ids = sibling.table[:shared]
+            self.pool.touch(seq.seq_id, ids, "fork")
+            seq.table += ids
+            seq.num_computed = shared * self.block_size
+            seq.num_published = min(sibling.num_published, shared)
+        if len(hits) > shared:
+            ids = hits[shared:]
+            self.pool.touch(seq.seq_id, ids, "hit")
+            seq.table += ids
+            self._touched.setdefault(seq, []).extend(ids)
+            seq.num_computed = len(hits) * self.block_size
+            seq.num_published = len(hits)
+
     def truncate(self, seq: Sequence, tokens: int) -> None:
         """Give back the blocks beyond position `tokens` (rejected drafts)."""
         self._release(seq, len(seq.table) - self._blocks(tokens))

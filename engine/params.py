@@ -15,7 +15,9 @@ class SamplingParams:
     """Sampling and stopping of one request. Raises ValueError with one line that names the field."""
 
     max_tokens: int = 256
-    """Most tokens to generate, at least 1."""
+    """Most tokens to generate, at least 1; of each sample."""
+    n: int = 1
+    """Samples of one prompt, which hold its blocks once; sample b draws as branch b of the seed."""
     temperature: float | None = None
     """0 is greedy; None takes the model's default, else greedy."""
     top_k: int | None = None
@@ -39,6 +41,7 @@ class SamplingParams:
                 raise ValueError(text)
 
         need(self.max_tokens >= 1, f"max_tokens must be at least 1, not {self.max_tokens}")
+        need(1 <= self.n <= 1024, f"n must be between 1 and 1024, not {self.n}")
         t, k, p = self.temperature, self.top_k, self.top_p
         need(t is None or 0 <= t <= 100, f"temperature must be between 0 and 100, not {t}")
         need(k is None or k >= 0, f"top_k must be 0 (all) or more, not {k}")
@@ -55,7 +58,7 @@ class SamplingParams:
         own = defaults if defaults.get("do_sample", False) else {}
         t = self.temperature if self.temperature is not None else own.get("temperature")
         if t is None:  # some configs say null
-            t = 1.0 if own else 0.0
+            t = 1.0 if own or self.n > 1 else 0.0  # n greedy samples would be n times the same
         return replace(
             self,
             temperature=float(t),

@@ -15,12 +15,19 @@ from engine.sequence import Sequence
 
 @dataclass(slots=True)
 class Row:
-    """One scheduled sequence: compute its tokens [start, start + n); sample one more if `sample`."""
+    """One scheduled sequence: compute its tokens [start, start + n); sample one more if `sample`, or one
+    for each of `branches` where the samples of a prompt part here."""
 
     seq: Sequence
     start: int
     n: int
     sample: bool
+    branches: tuple[int, ...] = ()
+
+    @property
+    def draws(self) -> tuple[int, ...]:
+        """Branch number of each token to sample; empty if none is."""
+        return (self.branches or (self.seq.branch,)) if self.sample else ()
 
 
 @dataclass(slots=True)
@@ -36,8 +43,8 @@ class Plan:
 
 @dataclass(slots=True)
 class StepOutput:
-    """token_ids: per row, empty where nothing was sampled. bad_rows: rows whose logits were not
-    finite (their token_ids are empty). Times in seconds."""
+    """token_ids: per row one for each of its draws, empty where nothing was sampled. bad_rows: rows whose
+    logits were not finite (their token_ids are empty). Times in seconds."""
 
     token_ids: list[list[int]]
     bad_rows: list[int] = field(default_factory=list)

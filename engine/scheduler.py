@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from itertools import takewhile
 
 from engine.events import AdmissionBlocked, Event, PrefixLookup, RequestAdmitted, RequestPreempted
 from engine.paging import Paging
@@ -36,7 +35,7 @@ class Scheduler:
         self.running: list[Request] = []
         self._emit = emit
         self._clock = clock
-        self._max_num_seqs = max_num_seqs
+        self.max_num_seqs = max_num_seqs
         self._chunked = chunked_prefill
         self._threshold = long_prefill_threshold
         self._rows: dict[Sequence, Row] = {}
@@ -51,13 +50,13 @@ class Scheduler:
 
     @property
     def num_running_seqs(self) -> int:
-        """Branches that run."""
-        return sum(len(r.live) for r in self.running)
+        """Branches that run, or will once their prompt is computed."""
+        return sum(r.width for r in self.running)
 
     @property
     def places(self) -> int:
         """Sequences that may still join the running ones."""
-        return self._max_num_seqs - self.num_running_seqs
+        return self.max_num_seqs - self.num_running_seqs
 
     @property
     def longest_context(self) -> int:
@@ -97,15 +96,21 @@ class Scheduler:
         return plan
 
     def _schedule_running(self, seq: Sequence) -> None:
-        start, hits = seq.num_computed, None
+        start, shared, hits, first = seq.num_computed, 0, [], seq
         if not seq.table:  # a branch that came back from preemption with its siblings
+            first = seq.request.live[0]
+            if seq is not first:
+                # It shares what they have in common again, so that all of them need no more than before.
+                shared = self.paging.common_blocks(first, seq)
+                if first.num_computed < shared * self.paging.block_size:
+                    return
             hits = self.paging.lookup(seq)
-            start = len(hits) * self.paging.block_size
+            start = max(shared, len(hits)) * self.paging.block_size
         n = self._chunk(seq, len(seq.tokens) - start)
         if n == 0:
             return
-        if hits:
-            self.paging.admit(seq, hits)
+        if shared or hits:
+            self.paging.rejoin(seq, first, shared, hits)
         while not self.paging.grow(seq, start + n):
             victim = self.running[-1]
             self.preempt(victim)
@@ -121,11 +126,11 @@ class Scheduler:
         promised = sum(map(self._promised_blocks, self.running))
         while self.waiting and self._left > 0:
             request = self.waiting[0]
-            branches = request.live
-            if len(branches) > places:
-                self._block(request, len(branches), places, "max_num_seqs")
+            width = request.width
+            if width > places:
+                self._block(request, width, places, "max_num_seqs")
                 return
-            seq = branches[0]
+            seq = request.live[0]
             hits = self.paging.lookup(seq)
             want = len(seq) - len(hits) * self.paging.block_size
             n = self._chunk(seq, want)
@@ -140,7 +145,7 @@ class Scheduler:
                 self._block(request, need, free, "blocks")
                 return
             self._admit(request, seq, hits, n)
-            places -= len(branches)
+            places -= width
             promised += self._promised_blocks(request)
 
     def _admit(self, request: Request, seq: Sequence, hits: list[int], n: int) -> None:
@@ -176,22 +181,24 @@ class Scheduler:
         self._add_row(seq, n)
 
     def _promised_blocks(self, request: Request) -> int:
-        """Blocks that what it has to prefill will still take."""
-        return sum(self.paging.blocks_to_grow(s, len(s.tokens)) for s in request.live if not s.is_decoding)
+        """Blocks that what it has to prefill will still take, one for each sample that parts then."""
+        own = sum(self.paging.blocks_to_grow(s, len(s.tokens)) for s in request.live if not s.is_decoding)
+        return own + (request.width - 1 if request.fans_out else 0)
 
     def _sibling_blocks(self, request: Request) -> int:
-        """Blocks that the other branches of a resumed request will need beside the first one's."""
+        """Blocks that the other branches will need beside the first one's: what they do not share when
+        they come back, or one each to write into when they part."""
+        if request.fans_out:
+            return request.width - 1
         first, *others = request.live
-        size, need = self.paging.block_size, 0
-        for seq in others:
-            pairs = zip(self.paging.queried(first), self.paging.queried(seq), strict=False)
-            shared = sum(1 for _ in takewhile(lambda p: p[0] == p[1], pairs))
-            need += -(-len(seq) // size) - shared
-        return need
+        size = self.paging.block_size
+        return sum(-(-len(s) // size) - self.paging.common_blocks(first, s) for s in others)
 
     def _add_row(self, seq: Sequence, n: int) -> None:
         end = seq.num_computed + n
-        self._rows[seq] = Row(seq, seq.num_computed, n, sample=end == len(seq.tokens))
+        sample = end == len(seq.tokens)
+        parting = tuple(range(seq.request.params.n)) if sample and seq.request.fans_out else ()
+        self._rows[seq] = Row(seq, seq.num_computed, n, sample, parting)
         self._left -= n
         if not seq.is_decoding:
             self.paging.publish(seq, min(end, seq.num_known))

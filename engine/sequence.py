@@ -126,6 +126,16 @@ class Request:
         return [s for s in self.branches if s.finish_reason is None]
 
     @property
+    def fans_out(self) -> bool:
+        """Its samples are still one branch: they part at the prompt's first sampled token."""
+        return len(self.branches) < self.params.n
+
+    @property
+    def width(self) -> int:
+        """Sequences that it runs at once, or will once its prompt is computed."""
+        return self.params.n if self.fans_out else len(self.live)
+
+    @property
     def num_output(self) -> int:
         """Tokens sampled over all branches."""
         return sum(len(s) - self.prompt_tokens for s in self.branches)

@@ -173,10 +173,10 @@ class SimulatedRunner:
     def execute(self, plan: Plan) -> StepOutput:
         """Let the step's time pass."""
         rows = plan.rows
-        time = self._cost.step([(r.start, r.n) for r in rows], sum(r.sample for r in rows))
+        time = self._cost.step([(r.start, r.n) for r in rows], sum(len(r.draws) for r in rows))
         for row in rows:
             row.seq.table_changed_from = len(row.seq.table)
-        token_ids = [[self._next(row)] if row.sample else [] for row in rows]
+        token_ids = [[self._next(row, branch) for branch in row.draws] for row in rows]
         self._busy += time.gpu
         self._moved += time.moved
         self._clock.advance(time.total)
@@ -201,10 +201,10 @@ class SimulatedRunner:
         kv = int(self.num_blocks * self.bytes_per_block * copies)
         return DeviceSample(memory=self.weights_bytes + kv, memory_total=machine.memory, **known)
 
-    def _next(self, row: Row) -> int:
-        seq, request = row.seq, row.seq.request
+    def _next(self, row: Row, branch: int) -> int:
+        request = row.seq.request
         at = row.start + row.n - request.prompt_tokens
-        seed = (request.params.seed or 0) + (seq.branch << 40)
+        seed = (request.params.seed or 0) + (branch << 40)
         if request.eos_token_ids and at >= SHORTEST + seed % SPREAD and at % self._language.sentence == 0:
             return 0
         return self._language.token(seed, at)

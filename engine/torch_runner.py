@@ -144,12 +144,12 @@ class TorchRunner:
         output = StepOutput(
             [[] for _ in plan.rows], [], t1 - t0, t2 - t1, t3 - t2, clock.stop() if clock else None
         )
-        sampling = [i for i, row in enumerate(plan.rows) if row.sample]
+        sampling = [i for i, row in enumerate(plan.rows) for _ in row.draws]
         for i, token in zip(sampling, ids, strict=True):
-            output.token_ids[i] = [token]
-        for i in bad:
-            output.token_ids[sampling[i]] = []
-            output.bad_rows.append(sampling[i])
+            output.token_ids[i].append(token)
+        for i in dict.fromkeys(sampling[i] for i in bad):
+            output.token_ids[i] = []
+            output.bad_rows.append(i)
         self.model.ops.took(t2 - t1)
         if self._cost:
             self._cost.observe(batch.q_lens, batch.kv_lens_host, t2 - t1)

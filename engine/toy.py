@@ -94,5 +94,5 @@ class ToyRunner:
                 continue
             at = np.arange(row.start + row.n)
             kv = self._kv[np.array(self._tables[row.seq.seq_id])[at // self.block_size], at % self.block_size]
-            token_ids.append([next_token(kv[:, 0], kv[:, 1], row.seq.branch, self.vocab_size)])
+            token_ids.append([next_token(kv[:, 0], kv[:, 1], b, self.vocab_size) for b in row.draws])
         return StepOutput(token_ids, bad_rows)

@@ -50,6 +50,8 @@ class Life:
     prompt: int
     phase: str = "queued"
     branches: list[Branch] = field(default_factory=list)
+    leader: Branch | None = None
+    """The branch that is looked up at an admission: the first that still generates."""
     lookup: ev.PrefixLookup | None = None
     looked_up: bool = False
     cached: int | None = None
@@ -87,6 +89,8 @@ class Books:
         self._stored_now: set[int] = set()
         self._publishing: list[Life] = []
         self._scheduled: ev.StepScheduled | None = None
+        self._born: dict[int, int] = {}
+        """Branches that parted in this step, and the tokens that their parents have computed in it."""
         self._sampled = self._completed = self._failed = False
         self._closing: ev.PoolSnapshot | None = None
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from engine import events as ev
-from kvtop.audit.books import Books, need
+from kvtop.audit.books import Books, Branch, need
 
 
 class PoolLaws(Books):
@@ -22,7 +22,7 @@ class PoolLaws(Books):
             for i, b in enumerate(e.ids, at):
                 carried = self.mirror.hash[b] if 0 < b < self.mirror.num_blocks else None
                 need(carried is not None, f"block {b} was hit but carries no hash")
-                if lookup is not None and branch is branch.request.branches[0]:
+                if lookup is not None and branch is branch.request.leader:
                     need(i < lookup.hit_blocks, f"block {b} was hit beyond the look-up's {lookup.hit_blocks}")
                     need(lookup.hashes[i] == carried, f"block {b} was hit but the look-up asked for another")
                 elif not self.redacted:
@@ -31,13 +31,31 @@ class PoolLaws(Books):
         if e.why == "hit":
             branch.published = at + len(e.ids)
             branch.computed = branch.published * self.size
+        elif at == 0 and not branch.computed:
+            self._rejoin(branch, e.ids)
         else:
-            need(at == 0 and branch.computed > 0, "a fork starts with a parent's computed blocks")
+            need(at == 0, "a fork starts with a parent's computed blocks")
             need(
                 len(e.ids) == -(-branch.computed // self.size),
                 f"a fork shares {len(e.ids)} blocks for {branch.computed} computed tokens",
             )
             branch.published = min(branch.published, len(e.ids))
+
+    def _rejoin(self, branch: Branch, ids: list[int]) -> None:
+        """It comes back from preemption and shares full blocks with a sibling again."""
+        tokens = len(ids) * self.size
+        need(tokens < branch.length, "a branch that comes back must compute at least one token")
+        need(
+            any(
+                s.computed >= tokens
+                and self.mirror.tables.get(s.seq_id, [])[: len(ids)] == ids
+                and (self.redacted or s.tokens[:tokens] == branch.tokens[:tokens])
+                for s in branch.request.branches
+                if s is not branch
+            ),
+            f"blocks {ids[:3]} are no computed blocks of a sibling with the same tokens",
+        )
+        branch.published, branch.computed = len(ids), tokens
 
     def _on_copied(self, e: ev.BlocksCopied) -> None:
         self._withdrawn.discard(e.dst)

@@ -19,7 +19,7 @@ class RequestLaws(Books):
         life = self._life(e.request_id)
         need(life.lookup is None, "a look-up, but its last one led to no admission")
         need(life.phase == ("preempted" if e.resumed else "queued"), f"a look-up while {life.phase}")
-        length = life.branches[0].length if life.branches else life.prompt
+        length = life.leader.length if life.leader else life.prompt
         need(e.prompt_tokens == length, f"{e.prompt_tokens} tokens looked up, the sequence has {length}")
         need(
             len(e.hashes) == max(0, length - 1) // self.size,
@@ -32,7 +32,7 @@ class RequestLaws(Books):
             found += 1
         need(e.hit_blocks == found, f"{e.hit_blocks} blocks hit, the hash table has {found}")
         if not self.redacted:
-            branch = life.branches[0] if life.branches else self._first(life, -1)
+            branch = life.leader or self._first(life, -1)
             for i, h in enumerate(e.hashes):
                 need(h == self._hash(branch, i), f"hash {i} does not follow from the prompt's tokens")
         life.lookup = e
@@ -57,6 +57,7 @@ class RequestLaws(Books):
             need(e.seq_id not in self._branches, f"sequence {e.seq_id} exists already")
             branch = self._first(life, e.seq_id)
             life.branches.append(branch)
+            life.leader = branch
             self._branches[e.seq_id] = branch
             life.cached = e.cached_tokens
         lookup = life.lookup
@@ -82,6 +83,7 @@ class RequestLaws(Books):
         need(lost == e.tokens_lost, f"{e.tokens_lost} tokens lost, {lost} were computed")
         for i in e.seq_ids:
             self._branch(i).computed = 0
+        life.leader = self._branch(e.seq_ids[0]) if e.seq_ids else None
         life.phase, life.lookup = "preempted", None
         life.preemptions += 1
 

@@ -13,13 +13,20 @@ class StepLaws(Books):
         life, parent = self._life(e.request_id), self._branch(e.parent)
         need(e.child not in self._branches, f"sequence {e.child} exists already")
         need(parent.request is life and life.phase == "running", "forked from a sequence that does not run")
+        # Where samples part, within a step, the parent's row is executed but not told yet.
+        plan = self._scheduled
+        computed = parent.computed
+        if plan is not None and not self._sampled and e.parent in plan.seq_ids:
+            row = plan.seq_ids.index(e.parent)
+            computed = plan.start[row] + plan.n[row]
+            self._born[e.child] = computed
         child = Branch(
             e.child,
             life,
             parent.tokens[:],
             parent.length,
-            parent.computed,
-            parent.computed,
+            computed,
+            computed,
             parent.known,
             parent.published,
             chain=parent.chain[:],
@@ -66,15 +73,20 @@ class StepLaws(Books):
         need(self.redacted or sum(e.counts) == len(e.token_ids), "counts do not add up to the tokens")
         at = 0
         for i, count, computed in zip(e.seq_ids, e.counts, e.num_computed, strict=True):
-            need(i in plan.seq_ids, f"sequence {i} was not scheduled")
-            row = plan.seq_ids.index(i)
-            branch, end = self._branch(i), plan.start[row] + plan.n[row]
+            need(i in plan.seq_ids or i in self._born, f"sequence {i} was not scheduled")
+            branch = self._branch(i)
+            if i in self._born:
+                start = end = self._born[i]
+                need(count == 1, f"sequence {i} parted without a token of its own")
+            else:
+                row = plan.seq_ids.index(i)
+                start, end = plan.start[row], plan.start[row] + plan.n[row]
             need(computed == end, f"sequence {i} has {computed} computed tokens, {end} were scheduled")
             if end < branch.length:
                 need(count == 0, f"sequence {i} sampled before its last token was computed")
             branch.bad = count == 0 and end == branch.length
             life = branch.request
-            life.recomputed += max(0, min(end, branch.high) - plan.start[row])
+            life.recomputed += max(0, min(end, branch.high) - start)
             branch.computed, branch.high = end, max(branch.high, end)
             branch.tokens += e.token_ids[at : at + count]
             branch.length += count
@@ -84,6 +96,9 @@ class StepLaws(Books):
         for i in plan.seq_ids:
             if i not in e.seq_ids:
                 need(self._branch(i).request.phase != "running", f"sequence {i} ran but has no row")
+        unborn = self._born.keys() - set(e.seq_ids)
+        need(not unborn, f"sequence {min(unborn, default=0)} parted but has no row")
+        self._born.clear()
 
     def _on_pieces(self, e: ev.TokenPieces) -> None:
         need(len(e.ids) == len(e.bytes), "columns of different lengths")

@@ -120,18 +120,21 @@ def test_a_branch_that_cannot_have_its_turn_holds_nobody_up() -> None:
         enable_chunked_prefill=False,
         enable_prefix_caching=False,
     )
-    first = rig.add(prompt(40), 12)
+    first = rig.add(prompt(8), 50)
     rig.step()
     children = [rig.core.fork(first.branches[0]) for _ in range(2)]
-    rig.step()
+    for _ in range(31):
+        rig.step()
     rig.core.reset_prefix_cache(reset_running=True)
     second, third = rig.add(prompt(20, 1), 12), rig.add(prompt(15, 2), 12)
-    assert rig.step() == {0: 42, 1: 20}
-    assert rig.step() == {0: 1 + 42, 1: 1, 2: 15}  # 20 are left for the second child's 42: it waits
+    assert rig.step() == {0: 40, 1: 20}
+    # The children share the prompt's 2 blocks again; 30 tokens are left for the second one's 32: it waits.
+    assert rig.step() == {0: 1 + 32, 1: 1, 2: 15}
     assert children[0] and children[0].table and children[1] and not children[1].table
-    assert rig.step() == {0: 1 + 1 + 42, 1: 1, 2: 1}
+    assert rig.step() == {0: 1 + 1 + 32, 1: 1, 2: 1}
     rig.run()
-    for request in (first, second, third):
+    assert rig.answer(first) == rig.truth(first, 50)
+    for request in (second, third):
         assert rig.answer(request) == rig.truth(request, 12)
 
 

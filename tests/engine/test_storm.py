@@ -82,7 +82,8 @@ class Storm:
         prompt = [(family + i // 7) % self.vocab for i in range(length)]
         if r.random() < 0.5:
             prompt[-1] = r.randrange(self.vocab)
-        params = SamplingParams(max_tokens=r.randint(1, 3 * self.block_size + 4), temperature=0)
+        n = r.choice([1, 1, 1, 2, 3, 4])
+        params = SamplingParams(max_tokens=r.randint(1, 3 * self.block_size + 4), temperature=0, n=n)
         salt = r.choice([None, None, None, "a"])
         request = self.core.add_request(next(self.ids), prompt, params, salt=salt)
         self.requests[request.request_id] = request
@@ -131,6 +132,9 @@ class Storm:
         self.check()
 
     def check(self) -> None:
+        for q in self.core.scheduler.running:  # samples part by themselves, at the prompt's first token
+            for s in q.branches:
+                self.branch_points.setdefault(s.seq_id, [(0, 0), (q.prompt_tokens, s.branch)])
         self.core.check()
         self.core.flush()
         self.mirror.compare(self.core.pool_snapshot())
@@ -150,9 +154,13 @@ class Storm:
         for rid, request in self.requests.items():
             done, prompt = self.finished[rid], request.prompt_tokens
             if done.reason == "refused":
-                assert prompt >= self.core.runner.max_model_len
+                assert prompt >= self.core.runner.max_model_len or request.params.n > 1
                 continue
+            if done.reason in ("length", "stop"):
+                assert len(request.branches) >= request.params.n
             for s in request.branches:
+                if s.seq_id not in self.branch_points:  # parted and ended in one step
+                    self.branch_points[s.seq_id] = [(0, 0), (prompt, s.branch)]
                 tokens = s.tokens.tolist()
                 assert history_is_right(tokens, prompt, self.branch_points[s.seq_id], self.vocab), (
                     rid,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from itertools import count
+from typing import Any
 
 from engine import events as ev
 from engine.config import EngineConfig
@@ -90,13 +91,13 @@ class Storm:
         self.batches.append(batch)
         self._sink(batch)
 
-    def submit(self, prompt: list[int], max_tokens: int = 8, salt: str | None = None) -> int:
-        """A greedy request."""
+    def submit(self, prompt: list[int], max_tokens: int = 8, salt: str | None = None, **more: Any) -> int:
+        """A greedy request; more: of its SamplingParams."""
         rid = next(self._ids)
         self.core.add_request(
             rid,
             prompt,
-            SamplingParams(max_tokens=max_tokens, temperature=0),
+            SamplingParams(max_tokens=max_tokens, temperature=0, **more),
             salt=salt,
             spans=[(0, len(prompt), "user", "")],
         )
@@ -114,7 +115,8 @@ class Storm:
             prompt = [(family + i // 7) % VOCAB for i in range(length)]
             if r.random() < 0.5:
                 prompt[-1] = r.randrange(VOCAB)
-            self.submit(prompt, r.randint(1, 3 * size + 4), r.choice([None, None, None, "a"]))
+            n = r.choice([1, 1, 2, 3])
+            self.submit(prompt, r.randint(1, 3 * size + 4), r.choice([None, None, None, "a"]), n=n)
         elif op == "f" and running:
             core.fork(r.choice(running))
         elif op == "e" and core.requests:

@@ -78,7 +78,7 @@ scheduler's word that it would not admit."""
 
 @pytest.mark.parametrize("redacted", [False, True])
 def test_a_missing_event_is_noticed_even_after_renumbering(redacted: bool) -> None:
-    batches = rich_stream(100)
+    batches = rich_stream(110)
     if redacted:
         redactor = Redactor()
         batches = [redactor(b) for b in batches]
