@@ -51,6 +51,7 @@ def test_contents(wheel: Path) -> None:
     assert f"{info}/licenses/LICENSE" in names
     assert {f"kvtop/themes/{name}.toml" for name in ("kvtop-dark", "kvtop-light", "mono", "ansi")} <= names
     assert "kvtop/demos/page.txt" in names
+    assert {"engine/models.toml", "engine/devices.toml", "engine/loads/hour.toml"} <= names
     assert data_files("themes") | data_files("demos") <= names
     styles = {str(path.relative_to(ROOT)) for path in (ROOT / "kvtop").rglob("*.tcss")}
     assert styles <= names
