@@ -185,7 +185,7 @@ class Paging:
             seq.num_published = len(hits)
 
     def truncate(self, seq: Sequence, tokens: int) -> None:
-        """Give back the blocks beyond position `tokens` (rejected drafts)."""
+        """Give back the blocks beyond position `tokens`: of rejected drafts, which nobody published."""
         self._release(seq, len(seq.table) - self._blocks(tokens))
 
     def release(self, seq: Sequence) -> None:
@@ -201,7 +201,6 @@ class Paging:
         self.pool.release(seq.seq_id, seq.table[: keep - 1 if keep else None : -1])
         del seq.table[keep:]
         seq.table_changed_from = min(seq.table_changed_from, keep)
-        seq.num_published = min(seq.num_published, keep)
 
     # ---------------------------------------------------------------- small facts
 
