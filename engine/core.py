@@ -25,6 +25,7 @@ from engine.events import (
     StepCompleted,
     StepScheduled,
     Timings,
+    TokenLogprobs,
     TokenPieces,
     TokensSampled,
     Usage,
@@ -32,7 +33,7 @@ from engine.events import (
 from engine.hashing import salt_digest
 from engine.paging import Paging
 from engine.params import SamplingParams
-from engine.runner import ModelRunner, Plan, Row, StepOutput
+from engine.runner import Logprob, ModelRunner, Plan, Row, StepOutput
 from engine.scheduler import Scheduler
 from engine.sequence import Request, Status
 from engine.sequence import Sequence as Branch
@@ -121,9 +122,10 @@ class EngineCore:
         that is no token, or if it can never fit. Emits RequestQueued. Ended so, it has no branches."""
         params = params.resolved(self._defaults, seed=(self._seed * 1_000_003 + request_id) % 2**63)
         foreign = self._foreign_token(prompt_token_ids)
+        named = None if foreign else self._foreign_token(params.token_ids)
         if foreign:
             prompt_token_ids = []  # a number that is no token fits in no event and no table
-        problem = refuse or foreign or self._never_fits(len(prompt_token_ids), params)
+        problem = refuse or foreign or named or self._never_fits(len(prompt_token_ids), params)
         request = Request(
             request_id,
             prompt_token_ids,
@@ -324,6 +326,12 @@ class EngineCore:
             for row, new, keep in zip(plan.rows, output.token_ids, kept, strict=True)
             if keep
         ]
+        told: list[Logprob | None] = [
+            p
+            for i, row in enumerate(plan.rows)
+            if kept[i] and row.seq.request not in bad
+            for p in output.logprobs.get(i, [None] * len(output.token_ids[i]))
+        ]
         self.scheduler.step_done()
         advanced = [one for row, new in executed for one in self._advance(row, new, now)]
         token_ids = [token for _, new, _ in advanced for token in new]
@@ -337,6 +345,7 @@ class EngineCore:
                 [text for _, _, text in advanced],
             )
         )
+        self._tell_logprobs([(seq.seq_id, token) for seq, new, _ in advanced for token in new], told)
         done: dict[Request, None] = {}
         for seq, _, _ in advanced:
             request = seq.request
@@ -355,6 +364,22 @@ class EngineCore:
             self._finish(
                 request, "error", "the model gave NaN or infinite logits; its cached blocks were dropped"
             )
+
+    def _tell_logprobs(self, sampled: list[tuple[int, int]], told: list[Logprob | None]) -> None:
+        """sampled: (sequence id, token) of every token of the step; told: beside each, where its request asks."""
+        rows = [(i, token, p) for (i, token), p in zip(sampled, told, strict=True) if p is not None]
+        if not rows:
+            return
+        self._show_pieces([token for _, _, p in rows for token in p.top_ids])
+        self.events.append(
+            TokenLogprobs(
+                [i for i, _, _ in rows],
+                [token for _, token, _ in rows],
+                [p.sampled for _, _, p in rows],
+                [p.top_ids for _, _, p in rows],
+                [p.top for _, _, p in rows],
+            )
+        )
 
     def _advance(self, row: Row, new: list[int], now: float) -> list[tuple[Branch, list[int], str]]:
         """One executed row: its KV is there, its sampled tokens are appended, a token to each branch where
@@ -387,7 +412,8 @@ class EngineCore:
             request.t_first_token = now
         request.t_last_token = now
         ends = token in request.eos_token_ids or token in params.stop_token_ids
-        text = seq.detok.push(token) if seq.detok and not ends else ""
+        may_stop = len(seq) - request.prompt_tokens >= params.min_tokens
+        text = seq.detok.push(token, may_stop) if seq.detok and not ends else ""
         if ends or (seq.detok and seq.detok.stopped):
             seq.finish_reason = "stop"
         elif len(seq) - request.prompt_tokens >= params.max_tokens or len(seq) >= self.runner.max_model_len:

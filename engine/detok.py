@@ -28,9 +28,14 @@ class Detokenizer:
         self.text = ""
         self.stopped = False
 
-    def push(self, token_id: int) -> str:
-        """Text that becomes visible with this token, possibly none."""
-        return self._show(self._decoder.decode(self._bytes_of(token_id)), final=False)
+    def push(self, token_id: int, may_stop: bool = True) -> str:
+        """Text that becomes visible with this token, possibly none. Without `may_stop` no stop string ends it."""
+        text = self._decoder.decode(self._bytes_of(token_id))
+        if not may_stop and not self.stopped:
+            shown, self._held = self._held + text, ""
+            self.text += shown
+            return shown
+        return self._show(text, final=False)
 
     def flush(self) -> str:
         """The end: what was held back, a cut character as U+FFFD."""

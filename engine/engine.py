@@ -540,10 +540,16 @@ class Engine:
         refuse: str | None = None,
         ends: Literal["refused", "abort"] = "refused",
     ) -> None:
+        params = turn.params
+        if params.bad_words and self._model is not None:
+            if self._model.tokenizer is None:
+                refuse = refuse or _NO_TOKENIZER
+            else:
+                params = params.with_words(self._model.tokenizer.encode)
         self._live().add_request(
             turn.request_id,
             token_ids,
-            turn.params,
+            params,
             # a turn that came while the model was loading has the wall's time, the engine's may be virtual
             t_arrival=min(turn.t_arrival, self.clock()),
             priority=turn.priority,

@@ -297,6 +297,20 @@ class TokensSampled(Event, frozen=True):
     text: list[str]
 
 
+class TokenLogprobs(Event, frozen=True):
+    """Columns, a row for every token that was just sampled (TokensSampled came before) where its request asks.
+
+    Natural logarithms of the model's own probabilities, before penalties and filters: logprobs of the
+    tokens drawn; top_ids and top_logprobs, falling, of the k likeliest in each place.
+    """
+
+    seq_ids: list[int]
+    token_ids: list[int]
+    logprobs: list[float]
+    top_ids: list[list[int]]
+    top_logprobs: list[list[float]]
+
+
 class TokenPieces(Event, frozen=True):
     """Raw bytes of token ids at their first use in a stream, so that no reader needs a tokenizer."""
 
@@ -374,6 +388,7 @@ ALL_EVENTS: tuple[type[Event], ...] = (
     RequestFinished,
     StepScheduled,
     TokensSampled,
+    TokenLogprobs,
     TokenPieces,
     SequenceForked,
     BeamPruned,

@@ -6,8 +6,12 @@ resolved by `resolved()` against the model's generation_config before a request 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from math import isfinite
 from typing import Any
+
+MOST_LOGPROBS = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +38,23 @@ class SamplingParams:
     """Token ids that end the output, beside the model's EOS ids."""
     ignore_eos: bool = False
     """Go on after an EOS token (for measurements)."""
+    min_tokens: int = 0
+    """Neither EOS nor a stop token is drawn, no stop text ends the output, before so many tokens."""
+    repetition_penalty: float = 1.0
+    """Divides (or, under 0, multiplies) the logit of every token of prompt and output; over 0, at most 10."""
+    presence_penalty: float = 0.0
+    """Taken off the logit of every token in the output, -2 to 2."""
+    frequency_penalty: float = 0.0
+    """Taken off the logit of a token for each time that it stands in the output, -2 to 2."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """(token id, what is added to its logit, -100 to 100); a mapping is taken too."""
+    bad_words: tuple[str, ...] = ()
+    """Texts that must not come up, with or without a space before them; at most 100."""
+    bad_word_ids: tuple[tuple[int, ...], ...] = ()
+    """The same as token ids; what `bad_words` says is added here once a tokenizer is at hand."""
+    logprobs: int | None = None
+    """Tell the log probability of each token and of the k likeliest in its place, 0 to 20; None tells none.
+    They are the model's own, before bias, penalties and filters."""
 
     def __post_init__(self) -> None:
         def need(ok: bool, text: str) -> None:
@@ -49,6 +70,34 @@ class SamplingParams:
         need(0 <= self.min_p < 1, f"min_p must be at least 0 and under 1, not {self.min_p}")
         need(not isinstance(self.stop, str), f"stop must be a tuple of texts, not the text {self.stop!r:.40}")
         need(all(self.stop), "stop must not contain an empty text")
+        ids = self.stop_token_ids
+        need(all(i >= 0 for i in ids), f"stop_token_ids must be 0 or more, not {min(ids, default=0)}")
+        n = self.min_tokens
+        need(
+            0 <= n <= self.max_tokens, f"min_tokens must be from 0 to max_tokens ({self.max_tokens}), not {n}"
+        )
+        r = self.repetition_penalty
+        need(0 < r <= 10, f"repetition_penalty must be over 0 and at most 10, not {r}")
+        for name in ("presence_penalty", "frequency_penalty"):
+            penalty = getattr(self, name)
+            need(-2 <= penalty <= 2, f"{name} must be between -2 and 2, not {penalty}")
+        pairs = self.logit_bias.items() if isinstance(self.logit_bias, Mapping) else self.logit_bias
+        object.__setattr__(self, "logit_bias", tuple(sorted((int(i), float(b)) for i, b in pairs)))
+        for i, bias in self.logit_bias:
+            need(i >= 0, f"logit_bias must name token ids from 0 on, not {i}")
+            need(
+                isfinite(bias) and -100 <= bias <= 100, f"logit_bias must be between -100 and 100, not {bias}"
+            )
+        given = [i for i, _ in self.logit_bias]
+        need(len(set(given)) == len(given), "logit_bias must name a token once")
+        words = self.bad_words
+        need(not isinstance(words, str), f"bad_words must be a tuple of texts, not the text {words!r:.40}")
+        need(all(w.strip() for w in words), "bad_words must not contain an empty text")
+        need(len(words) <= 100, f"bad_words must be at most 100, not {len(words)}")
+        need(all(self.bad_word_ids), "bad_word_ids must not contain an empty word")
+        need(all(i >= 0 for w in self.bad_word_ids for i in w), "bad_word_ids must be 0 or more")
+        k = self.logprobs
+        need(k is None or 0 <= k <= MOST_LOGPROBS, f"logprobs must be from 0 to {MOST_LOGPROBS}, not {k}")
         s = self.seed
         need(s is None or 0 <= s < 2**63, f"seed must be between 0 and 2**63 - 1, not {s}")
 
@@ -72,7 +121,36 @@ class SamplingParams:
         """True if every step takes the most likely token (call on resolved params)."""
         return not self.temperature or self.top_k == 1
 
+    @property
+    def counts_tokens(self) -> bool:
+        """A penalty asks which tokens came up before."""
+        return self.repetition_penalty != 1 or bool(self.presence_penalty or self.frequency_penalty)
+
+    @property
+    def shapes_logits(self) -> bool:
+        """The logits are changed before a token is drawn, by what was drawn before or by a fixed bias."""
+        return self.counts_tokens or bool(self.logit_bias or self.bad_word_ids or self.min_tokens)
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Every token id that it names."""
+        return [
+            *self.stop_token_ids,
+            *(i for i, _ in self.logit_bias),
+            *(i for w in self.bad_word_ids for i in w),
+        ]
+
+    def with_words(self, encode: Callable[[str], Sequence[int]]) -> SamplingParams:
+        """Copy whose bad_word_ids also hold what `encode` makes of bad_words, at the start of a text and after
+        a space."""
+        forms = [form for w in self.bad_words for form in (w, f" {w.lstrip()}")]
+        ids = dict.fromkeys((*self.bad_word_ids, *(tuple(encode(form)) for form in forms)))
+        return replace(self, bad_word_ids=tuple(word for word in ids if word))
+
     def as_dict(self) -> dict[str, Any]:
         """Plain values for RequestQueued.params."""
-        out = {f.name: getattr(self, f.name) for f in fields(self)}
-        return {k: list(v) if isinstance(v, tuple) else v for k, v in out.items()}
+        return {f.name: _plain(getattr(self, f.name)) for f in fields(self)}
+
+
+def _plain(value: Any) -> Any:
+    return [_plain(v) for v in value] if isinstance(value, tuple) else value

@@ -8,7 +8,7 @@ in every layer before any attention reads, and never splits a step so that a rea
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from engine.sequence import Sequence
 
@@ -41,10 +41,19 @@ class Plan:
     retired: list[int] = field(default_factory=list)
 
 
+class Logprob(NamedTuple):
+    """Natural logarithms of probability: the sampled token's, and the k likeliest tokens' in falling order."""
+
+    sampled: float
+    top_ids: list[int]
+    top: list[float]
+
+
 @dataclass(slots=True)
 class StepOutput:
     """token_ids: per row one for each of its draws, empty where nothing was sampled. bad_rows: rows whose
-    logits were not finite (their token_ids are empty). Times in seconds."""
+    logits were not finite (their token_ids are empty). logprobs: row -> one for each of its token_ids,
+    where the request asks. Times in seconds."""
 
     token_ids: list[list[int]]
     bad_rows: list[int] = field(default_factory=list)
@@ -52,6 +61,7 @@ class StepOutput:
     t_forward: float = 0.0
     t_sample: float = 0.0
     t_gpu: float | None = None
+    logprobs: dict[int, list[Logprob]] = field(default_factory=dict)
 
 
 class ModelRunner(Protocol):

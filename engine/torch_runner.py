@@ -31,6 +31,7 @@ from engine.ops import get_ops
 from engine.params import SamplingParams
 from engine.runner import Plan, Row, StepOutput
 from engine.sequence import Request, Sequence
+from engine.shaping import Logprobs, Shaper
 from engine.step_cost import StepCost
 
 Progress = Callable[[int, int, str], None]
@@ -91,6 +92,7 @@ class TorchRunner:
         blocks = -(-max_model_len // cache_size.block_size) + 1
         self._rows = DeviceRows(config.max_num_seqs, blocks, cache_size.block_size, ops.device)
         self._cost = StepCost(model.config) if self.device == "cpu" else None
+        self._shaper = Shaper()
 
     @classmethod
     @torch.inference_mode()
@@ -131,6 +133,7 @@ class TorchRunner:
         """One step. Raises what torch raises; then the step counts as not executed."""
         t0 = time.perf_counter()
         batch, sampled = self._rows.apply(plan)
+        self._shaper.forget(plan.retired)
         if plan.copies:
             self.model.ops.copy_blocks(self.cache, plan.copies)
         if not plan.rows:
@@ -139,6 +142,9 @@ class TorchRunner:
         clock = _GpuClock() if self.device == "cuda" else None
         logits = self.model.forward(batch, self.cache)
         t2 = time.perf_counter()
+        drawing = [row for row in plan.rows for _ in row.draws]
+        logprobs = Logprobs(logits, drawing)
+        self._shaper.apply(logits, drawing)
         ids, bad = self.model.ops.sample(logits, sampled) if len(logits) else ([], [])
         t3 = time.perf_counter()
         output = StepOutput(
@@ -150,6 +156,9 @@ class TorchRunner:
         for i in dict.fromkeys(sampling[i] for i in bad):
             output.token_ids[i] = []
             output.bad_rows.append(i)
+        for i, told in logprobs.of(ids).items():
+            if output.token_ids[sampling[i]]:
+                output.logprobs.setdefault(sampling[i], []).append(told)
         self.model.ops.took(t2 - t1)
         if self._cost:
             self._cost.observe(batch.q_lens, batch.kv_lens_host, t2 - t1)

@@ -39,12 +39,13 @@ class Asker:
         params: SamplingParams | None = None,
         system: str | None = None,
         system_name: str = "",
+        salt: str | None = None,
     ) -> None:
         self.engine = engine
         self.state = state
         self.examples = tuple(examples)
         self.params = params or SamplingParams()
-        self.system, self.system_name = system, system_name
+        self.system, self.system_name, self.salt = system, system_name, salt
         self.conversation: int | None = None
         self.place = 0
         """Examples sent so far."""
@@ -60,7 +61,7 @@ class Asker:
             return
         if self.conversation is None:
             self.conversation = self.engine.new_conversation(self.system, self.system_name)
-        self.engine.submit(text, self.params, conversation=self.conversation)
+        self.engine.submit(text, self.params, conversation=self.conversation, salt=self.salt)
 
     def new_conversation(self) -> None:
         """The next typed prompt starts anew, with --system's text if there is one."""

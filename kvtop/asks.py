@@ -33,6 +33,11 @@ _SAMPLING = {
     "min_p": float,
     "seed": int,
     "ignore_eos": bool,
+    "min_tokens": int,
+    "repetition_penalty": float,
+    "presence_penalty": float,
+    "frequency_penalty": float,
+    "logprobs": int,
 }
 
 
@@ -46,6 +51,8 @@ class Ask:
     """File that the system text came from."""
     salt: str | None = None
     params: SamplingParams = field(default_factory=SamplingParams)
+    priority: int = 0
+    """Lower is sooner, where the engine's policy heeds it."""
 
 
 def parse_size(text: str, option: str) -> int:
@@ -114,12 +121,22 @@ def _from_json(text: str, where: str, like: Ask) -> Ask:
             good = type(value) is kind or (kind is float and type(value) is int)
             _need(good or value is None, where, name, f"must be a {kind.__name__}")
             sampling[name] = value
-        elif name in ("stop", "stop_token_ids"):
-            kind = str if name == "stop" else int
+        elif name in ("stop", "stop_token_ids", "bad_words"):
+            kind = int if name == "stop_token_ids" else str
             value = [value] if type(value) is kind else value
             good = isinstance(value, list) and all(type(v) is kind for v in value)
             _need(good, where, name, f"must be a list of {kind.__name__}")
             sampling[name] = tuple(value)
+        elif name == "bad_word_ids":
+            good = isinstance(value, list) and all(isinstance(w, list) for w in value)
+            good = good and all(type(i) is int for w in value for i in w)
+            _need(good, where, name, "must be a list of lists of token ids")
+            sampling[name] = tuple(map(tuple, value))
+        elif name == "logit_bias":
+            sampling[name] = _bias(value, where)
+        elif name == "priority":
+            _need(type(value) is int and abs(value) < 2**31, where, name, "must be a whole number")
+            ask = replace(ask, priority=value)
         elif name in ("system", "salt"):
             _need(value is None or isinstance(value, str), where, name, "must be a text")
             system, file = read_system(value) if name == "system" else (ask.system, ask.system_name)
@@ -131,6 +148,14 @@ def _from_json(text: str, where: str, like: Ask) -> Ask:
         return replace(ask, params=replace(like.params, **sampling))
     except (ValueError, TypeError) as error:
         raise SetupError(cut(f"{where}: {error}", 200)) from None
+
+
+def _bias(value: Any, where: str) -> dict[int, float]:
+    """An object's keys are texts: {"42": -100}."""
+    good = isinstance(value, dict) and all(k.isascii() and k.isdigit() and len(k) < 10 for k in value)
+    good = good and all(type(b) in (int, float) for b in value.values())
+    _need(good, where, "logit_bias", "must be an object of token ids and numbers")
+    return {int(k): b for k, b in value.items()}
 
 
 def _is_prompt(value: Any) -> bool:
@@ -145,10 +170,11 @@ def _need(ok: bool, where: str, name: str, what: str) -> None:
 
 def sampling(**given: Any) -> SamplingParams:
     """SamplingParams from options; None keeps a field's default. Raises SetupError that names the option."""
-    stop: Sequence[str] = given.pop("stop", None) or ()
-    fields = {k: v for k, v in given.items() if v is not None}
+    fields: dict[str, Any] = {
+        k: tuple(v) if isinstance(v, Sequence) else v for k, v in given.items() if v is not None
+    }
     try:
-        return SamplingParams(stop=tuple(stop), **fields)
+        return SamplingParams(**fields)
     except ValueError as error:
         name, _, rest = str(error).partition(" ")
         raise SetupError(f"--{name.replace('_', '-')} {rest}") from None

@@ -26,6 +26,7 @@ from kvtop.asks import Ask, parse_size, read_prompts, read_system, sampling
 from kvtop.cli_options import (
     AsJson,
     AvgTokens,
+    BadWords,
     BlockSize,
     Budget,
     Caching,
@@ -36,6 +37,7 @@ from kvtop.cli_options import (
     Dtype,
     File,
     Fps,
+    Frequency,
     GpuHour,
     GpuPart,
     HashSeed,
@@ -45,12 +47,14 @@ from kvtop.cli_options import (
     KvDtype,
     KvMemory,
     LoadName,
+    LogProbs,
     LongPrefill,
     MaxLen,
     MaxSeqs,
     MaxTokens,
     Memory,
     MinP,
+    MinTokens,
     Model,
     Motion,
     NumBlocks,
@@ -58,17 +62,21 @@ from kvtop.cli_options import (
     Once,
     Ops,
     Overhead,
+    Presence,
     Prompt,
     Prompts,
     Quantize,
     Record,
     Redact,
+    Repetition,
     Revision,
+    Salt,
     Seed,
     Simulate,
     Slow,
     Speed,
     Stop,
+    StopIds,
     System,
     Temperature,
     Theme,
@@ -120,7 +128,15 @@ def run(
     top_p: TopP = None,
     min_p: MinP = None,
     stop: Stop = None,
+    stop_token_ids: StopIds = None,
     ignore_eos: IgnoreEos = None,
+    min_tokens: MinTokens = None,
+    repetition_penalty: Repetition = None,
+    presence_penalty: Presence = None,
+    frequency_penalty: Frequency = None,
+    bad_words: BadWords = None,
+    logprobs: LogProbs = None,
+    salt: Salt = None,
     headless: Headless = False,
     json: AsJson = False,
     once: Once = False,
@@ -173,11 +189,18 @@ def run(
         top_p=top_p,
         min_p=min_p,
         stop=stop,
+        stop_token_ids=stop_token_ids,
         ignore_eos=ignore_eos,
+        min_tokens=min_tokens,
+        repetition_penalty=repetition_penalty,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
+        bad_words=bad_words,
+        logprobs=logprobs,
     )
     text, name = read_system(system)
-    like = Ask("", text, name, None, params)
-    asks = [Ask(p, text, name, None, params) for p in prompt or ()]
+    like = Ask("", text, name, salt, params=params)
+    asks = [replace(like, prompt=p) for p in prompt or ()]
     if prompts is not None:
         asks += read_prompts(prompts, like)
     before_torch()
@@ -193,7 +216,7 @@ def run(
         wishes = Wishes(json, once, concurrent, record, redact, slow, workload, simulated)
         return answer(config, asks, wishes)
     texts = [a.prompt for a in asks if isinstance(a.prompt, str)]
-    options = show_options(theme, view, fps, motion, slow, record, text, name, params, texts)
+    options = show_options(theme, view, fps, motion, slow, record, text, name, params, texts, salt=salt)
     if simulated is not None and simulated.speed is None:
         simulated = replace(simulated, speed=1.0)
     return dashboard(config, options, record, redact, simulated, workload)
@@ -407,6 +430,7 @@ def show_options(
     params: SamplingParams | None = None,
     prompts: Sequence[str] = (),
     demo: Any = None,
+    salt: str | None = None,
 ) -> Options:
     """What the dashboard is told."""
     from kvtop.options import Options
@@ -423,6 +447,7 @@ def show_options(
         system_name=system_name,
         prompts=prompts,
         demo=demo,
+        salt=salt,
         **more,
     )
 
@@ -572,7 +597,19 @@ def _settings() -> dict[str, Any]:
     return dict(load_settings(kinds))
 
 
-_NOT_SETTINGS = {"return", "ctx", "file", "name", "out", "at", "prompt", "json", "once", "headless", "format"} | {
+_NOT_SETTINGS = {
+    "return",
+    "ctx",
+    "file",
+    "name",
+    "out",
+    "at",
+    "prompt",
+    "json",
+    "once",
+    "headless",
+    "format",
+} | {
     "load",
     "simulate",
     "on",

@@ -82,6 +82,22 @@ TopK = Annotated[int | None, opt("Keep the k likeliest tokens.", "--top-k")]
 TopP = Annotated[float | None, opt("Keep tokens up to this probability.", "--top-p")]
 MinP = Annotated[float | None, opt("Drop tokens under this part of the likeliest.", "--min-p")]
 Stop = Annotated[list[str] | None, opt("Text that ends an answer; may be given several times.", "--stop")]
+MinTokens = Annotated[int | None, opt("No end before so many tokens.", "--min-tokens")]
+Repetition = Annotated[
+    float | None, opt("Over 1: what stood before comes less often.", "--repetition-penalty")
+]
+Presence = Annotated[float | None, opt("Off the logit of each token in the answer.", "--presence-penalty")]
+Frequency = Annotated[float | None, opt("The same for each time it stands there.", "--frequency-penalty")]
+BadWords = Annotated[
+    list[str] | None, opt("Text that must not come up; may be given several times.", "--bad-words")
+]
+StopIds = Annotated[
+    list[int] | None, opt("Token id that ends an answer; may be given several times.", "--stop-token-ids")
+]
+LogProbs = Annotated[
+    int | None, opt("With --json: each token's log probability, and of the k likeliest.", "--logprobs")
+]
+Salt = Annotated[str | None, opt("Shares cached blocks only with the same salt.", "--salt")]
 IgnoreEos = Annotated[bool | None, opt("Go on after the end token.", "--ignore-eos")]
 
 Headless = Annotated[bool, opt("No dashboard; so also without a terminal.", "--headless")]

@@ -149,7 +149,12 @@ class Session:
         ask = self._asks[len(self._ids)]
         self._ids.append(
             self._engine.submit(
-                ask.prompt, ask.params, system=ask.system, system_name=ask.system_name, salt=ask.salt
+                ask.prompt,
+                ask.params,
+                system=ask.system,
+                system_name=ask.system_name,
+                salt=ask.salt,
+                priority=ask.priority,
             )
         )
 

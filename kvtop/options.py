@@ -35,6 +35,8 @@ class Options:
     """File it came from."""
     params: SamplingParams = field(default_factory=SamplingParams)
     """For typed prompts."""
+    salt: str | None = None
+    """Of typed prompts: they share cached blocks only with the same salt."""
     prompts: Sequence[str] = ()
     """Sent at the start, one conversation each."""
     slow: float = 0.0

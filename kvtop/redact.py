@@ -17,6 +17,9 @@ from msgspec.structs import replace
 
 from engine import events as ev
 
+_WORDS = {"stop", "stop_token_ids", "bad_words", "bad_word_ids", "logit_bias"}
+"""Parameters of a request that may say what it is about."""
+
 
 class Redactor:
     """Call with each batch in order."""
@@ -47,7 +50,7 @@ class Redactor:
         spans = [(start, end, role, "") for start, end, role, _ in e.spans]
         if not spans and e.prompt_token_ids:
             spans = [(0, len(e.prompt_token_ids), "user", "")]
-        params = {k: v for k, v in e.params.items() if k not in ("stop", "stop_token_ids")}
+        params = {k: v for k, v in e.params.items() if k not in _WORDS}
         return replace(e, prompt_token_ids=[], salt=self._salt(e.salt), spans=spans, params=params)
 
     def _stored(self, e: ev.BlocksStored) -> ev.BlocksStored:
@@ -64,6 +67,10 @@ class Redactor:
 
     def _sampled(self, e: ev.TokensSampled) -> ev.TokensSampled:
         return replace(e, token_ids=[], text=[""] * len(e.text))
+
+    def _logprobs(self, e: ev.TokenLogprobs) -> ev.TokenLogprobs:
+        none: list[int] = []
+        return replace(e, seq_ids=none, token_ids=none, logprobs=[], top_ids=[], top_logprobs=[])
 
     def _pieces(self, e: ev.TokenPieces) -> ev.TokenPieces:
         return replace(e, ids=[], bytes=[])
@@ -82,6 +89,7 @@ class Redactor:
         ev.PoolSnapshot: _keyed,
         ev.PrefixLookup: _keyed,
         ev.TokensSampled: _sampled,
+        ev.TokenLogprobs: _logprobs,
         ev.TokenPieces: _pieces,
         ev.RequestFinished: _finished,
         ev.EngineError: _error,

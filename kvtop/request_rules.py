@@ -6,6 +6,8 @@ motion stretched add to no latency.
 
 from __future__ import annotations
 
+from typing import Any
+
 from engine import events as ev
 from kvtop.explain import Look, judge
 from kvtop.facts import Facts, drop
@@ -216,6 +218,19 @@ class RequestRules(Facts):
                 view.itl.append(gap)
                 self.series.itl.add(self.t, gap, sequence.num_computed)
         sequence.t_last = view.t_last = self.t
+
+    def _on_logprobs(self, e: ev.TokenLogprobs) -> None:
+        for i, token, p, ids, top in zip(
+            e.seq_ids, e.token_ids, e.logprobs, e.top_ids, e.top_logprobs, strict=True
+        ):
+            sequence = self._sequence(i)
+            view = self._view_of(sequence)
+            if view is not None and not view.done and not sequence.branch:
+                others = [self._logprob(*pair) for pair in zip(ids, top, strict=True)]
+                view.logprobs.append(self._logprob(token, p) | {"top": others})
+
+    def _logprob(self, token: int, p: float) -> dict[str, Any]:
+        return {"token": token, "text": self.text_of([token]), "logprob": round(p, 6)}
 
     def _on_pieces(self, e: ev.TokenPieces) -> None:
         self._pieces.update(zip(e.ids, e.bytes, strict=True))

@@ -104,6 +104,8 @@ class RequestView:
     """Why it cannot be admitted, while that is so."""
     last_table: list[int] = field(default_factory=list)
     """Branch 0's table before it was given up."""
+    logprobs: list[dict[str, Any]] = field(default_factory=list)
+    """Of branch 0's tokens, where it asked: token, text, logprob, and the same of the likeliest in `top`."""
     usage: Usage | None = None
     finish_reason: str | None = None
     error: str | None = None
@@ -148,6 +150,7 @@ class RequestView:
             itl=self.itl[:],
             evicted_ids=self.evicted_ids[:],
             last_table=self.last_table[:],
+            logprobs=self.logprobs[:],
         )
 
     def summary(self) -> dict[str, Any]:
@@ -169,6 +172,7 @@ class RequestView:
             else None,
             "preemptions": usage.preemptions if usage else self.preemptions,
             "recomputed_tokens": usage.recomputed_tokens if usage else 0,
+            "logprobs": self.logprobs or None,
             "error": self.error,
         }
         return {k: v for k, v in row.items() if v is not None}

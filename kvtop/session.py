@@ -65,6 +65,7 @@ class Session:
             params=options.params,
             system=options.system,
             system_name=options.system_name,
+            salt=options.salt,
         )
 
     def start(self) -> None:

@@ -147,6 +147,7 @@ class DashboardState(PoolRules, RequestRules):
         ev.RequestFinished: RequestRules._on_finished,
         ev.StepScheduled: RequestRules._on_scheduled,
         ev.TokensSampled: RequestRules._on_sampled,
+        ev.TokenLogprobs: RequestRules._on_logprobs,
         ev.TokenPieces: RequestRules._on_pieces,
         ev.SequenceForked: RequestRules._on_forked,
         ev.BeamPruned: RequestRules._on_nothing,

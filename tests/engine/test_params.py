@@ -27,6 +27,22 @@ from engine.params import SamplingParams
         ({"stop": "END"}, "stop must be a tuple of texts"),
         ({"seed": -1}, "seed must be between 0 and 2**63 - 1, not -1"),
         ({"seed": 2**63}, "seed"),
+        ({"min_tokens": -1}, "min_tokens must be from 0 to max_tokens (256), not -1"),
+        ({"min_tokens": 5, "max_tokens": 4}, "min_tokens must be from 0 to max_tokens (4), not 5"),
+        ({"repetition_penalty": 0}, "repetition_penalty must be over 0 and at most 10, not 0"),
+        ({"repetition_penalty": float("nan")}, "repetition_penalty"),
+        ({"presence_penalty": 2.1}, "presence_penalty must be between -2 and 2, not 2.1"),
+        ({"frequency_penalty": -3}, "frequency_penalty must be between -2 and 2, not -3"),
+        ({"logit_bias": {5: 101}}, "logit_bias must be between -100 and 100, not 101"),
+        ({"logit_bias": {-5: 1}}, "logit_bias must name token ids from 0 on, not -5"),
+        ({"logit_bias": {5: float("nan")}}, "logit_bias"),
+        ({"logit_bias": ((5, 1), (5, 2))}, "logit_bias must name a token once"),
+        ({"bad_words": "no"}, "bad_words must be a tuple of texts"),
+        ({"bad_words": ("a", " ")}, "bad_words must not contain an empty text"),
+        ({"bad_words": ("a",) * 101}, "bad_words must be at most 100, not 101"),
+        ({"bad_word_ids": ((),)}, "bad_word_ids must not contain an empty word"),
+        ({"stop_token_ids": (3, -1)}, "stop_token_ids must be 0 or more, not -1"),
+        ({"logprobs": 21}, "logprobs must be from 0 to 20, not 21"),
     ],
 )
 def test_a_value_out_of_range_is_named_in_one_line(wrong: dict[str, Any], words: str) -> None:
@@ -38,6 +54,27 @@ def test_a_value_out_of_range_is_named_in_one_line(wrong: dict[str, Any], words:
 def test_the_edges_are_allowed() -> None:
     SamplingParams(max_tokens=1, temperature=0, top_k=0, top_p=1, min_p=0, seed=2**63 - 1)
     SamplingParams(temperature=100, top_p=1e-9, min_p=0.999, seed=0)
+    SamplingParams(max_tokens=4, min_tokens=4, repetition_penalty=10, presence_penalty=-2, logprobs=20)
+
+
+def test_what_changes_logits_says_so() -> None:
+    assert not SamplingParams(logprobs=5, stop_token_ids=(3,)).shapes_logits
+    for knob in (
+        {"min_tokens": 1},
+        {"repetition_penalty": 1.1},
+        {"presence_penalty": -0.5},
+        {"frequency_penalty": 0.5},
+        {"logit_bias": {3: 1}},
+        {"bad_word_ids": ((3,),)},
+    ):
+        assert SamplingParams(**knob).shapes_logits  # type: ignore[arg-type]
+    assert SamplingParams(logit_bias={9: 1, 3: -2}).logit_bias == ((3, -2.0), (9, 1.0))  # type: ignore[arg-type]
+
+
+def test_bad_words_are_words_at_the_start_and_after_a_space() -> None:
+    codes = {"no": [7], " no": [8, 9], "  ": []}
+    p = SamplingParams(bad_words=("no",), bad_word_ids=((1,),)).with_words(lambda text: codes[text])
+    assert p.bad_word_ids == ((1,), (7,), (8, 9))
 
 
 def test_without_model_defaults_a_request_is_greedy() -> None:

@@ -80,6 +80,26 @@ def test_prompts_as_jsonl(tmp_path: Path) -> None:
     assert d.system is None
 
 
+def test_every_knob_of_sampling_is_a_field_of_jsonl(tmp_path: Path) -> None:
+    line = """{"prompt": "a", "min_tokens": 2, "repetition_penalty": 1.2, "presence_penalty": 1, "frequency_penalty":
+        -1, "logit_bias": {"42": -100}, "bad_words": "no", "bad_word_ids": [[1, 2]], "logprobs": 3, "stop_token_ids": 7,
+        "priority": -2}"""
+    (ask,) = prompts(tmp_path, " ".join(line.split()))
+    assert ask.priority == -2
+    assert ask.params == SamplingParams(
+        max_tokens=9,
+        min_tokens=2,
+        repetition_penalty=1.2,
+        presence_penalty=1,
+        frequency_penalty=-1,
+        logit_bias=((42, -100.0),),
+        bad_words=("no",),
+        bad_word_ids=((1, 2),),
+        logprobs=3,
+        stop_token_ids=(7,),
+    )
+
+
 @pytest.mark.parametrize(
     ("line", "says"),
     [
@@ -92,6 +112,11 @@ def test_prompts_as_jsonl(tmp_path: Path) -> None:
         ('{"prompt": "a", "max_tokens": "many"}', "'max_tokens': must be a int"),
         ('{"prompt": "a", "max_tokens": 0}', "max_tokens must be at least 1"),
         ('{"prompt": "a", "stop": [1]}', "'stop'"),
+        ('{"prompt": "a", "logit_bias": {"x": 1}}', "'logit_bias': must be an object of token ids"),
+        ('{"prompt": "a", "logit_bias": {"5": 101}}', "logit_bias must be between -100 and 100"),
+        ('{"prompt": "a", "bad_word_ids": [1]}', "'bad_word_ids': must be a list of lists"),
+        ('{"prompt": "a", "priority": 1.5}', "'priority': must be a whole number"),
+        ('{"prompt": "a", "min_tokens": null}', "p.jsonl:3"),
         ('{"prompt": "a", "colour": 1}', "'colour': no such field"),
         ('{"prompt": "a", "\\u001b[31m": 1}', "no such field"),
         ("[" * 100_000, "not JSON"),

@@ -147,6 +147,21 @@ def test_no_lookups_is_not_a_hit_rate_of_zero() -> None:
     assert "hit_rate" not in state.summary()["prefix_cache"]
 
 
+def test_log_probabilities_stand_in_the_summary_with_their_texts() -> None:
+    state = DashboardState()
+    e: list[ev.Event] = [
+        ev.RequestQueued(0, [1, 2], 0.0, params={"logprobs": 1}),
+        ev.RequestAdmitted(0, 0, 0),
+        ev.TokenPieces([5, 6], [b"yes", b"no"]),
+        ev.TokensSampled([0], [5], [1], [2], ["yes"]),
+        ev.TokenLogprobs([0], [5], [-1.25], [[6]], [[-0.5]]),
+    ]
+    state.apply(ev.StepBatch(0, 0.0, 0, 0, e))
+    (row,) = state.summary()["requests"]
+    top = {"token": 6, "text": "no", "logprob": -0.5}
+    assert row["logprobs"] == [{"token": 5, "text": "yes", "logprob": -1.25, "top": [top]}]
+
+
 def test_step_counts_agree_with_the_engines_own() -> None:
     state = DashboardState(strict=True)
     checked = 0
