@@ -237,6 +237,8 @@ class BlockMap(Lines):
 
     def _draw(self, grid: NDArray[np.int16], layout: Layout) -> None:
         if self._grid.shape != grid.shape:
+            # Also rows between blocks, which nothing draws: they may hold what another layout left there.
+            self.resize_rows(0)
             self.resize_rows(layout.height)
             changed = np.ones(grid.shape, bool)
         else:

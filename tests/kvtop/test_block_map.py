@@ -228,3 +228,24 @@ async def test_a_hundred_thousand_blocks_are_fast() -> None:
             map_.paint(state, state.t)
             spent.append(time.process_time() - begin)
         assert sorted(spent)[15] < 6e-3
+
+
+@pytest.mark.parametrize("sizes", [((80, 24), (150, 45)), ((120, 40), (200, 60)), ((200, 60), (150, 45))])
+async def test_another_layout_leaves_nothing_behind(sizes: tuple[tuple[int, int], ...]) -> None:
+    """Rows between blocks are drawn by nobody: after a resize or F2 they are blank, not the old legend."""
+    stage = Stage(num_blocks=101)
+    stage.submit("why?", " ".join(f"w{i}" for i in range(300)), answer="a b c")
+    stage.run()
+    async with show(sizes[0], stage.batches, view="chat") as shown:
+        for press in ((), ("f2",), ("f2",), ("f2",)):
+            await shown.pilot.press(*press)
+            for size in sizes:
+                await shown.pilot.resize_terminal(*size)
+                await shown.settle()
+                map_ = shown.app.main.map
+                layout = map_.projection
+                rows = map_.lines[: layout.height]
+                if layout.rise == 2:
+                    assert not "".join(rows[1::2]).strip(), (size, press)
+                seen = [row.text for row in map_.render_lines(map_.size.region)]
+                assert seen == [line.ljust(layout.width) for line in map_.lines][: len(seen)]
