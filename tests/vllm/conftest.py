@@ -6,5 +6,7 @@ import importlib.util
 
 import pytest
 
-if importlib.util.find_spec("vllm") is None:
-    pytest.exit("tests/vllm needs the venv with vLLM in it: run `make test-vllm`", returncode=2)
+
+def pytest_configure(config: pytest.Config) -> None:
+    if importlib.util.find_spec("vllm") is None:
+        raise pytest.UsageError("tests/vllm needs a venv with vLLM in it: `make test-vllm` makes one")

@@ -246,7 +246,7 @@ DIFFERENCES = {
     "decodes first": Difference(
         "decodes take their token before running prompts take their chunks",
         "goes through the running requests as they were admitted",
-        "with a chunk threshold, prompts admitted earlier could eat the budget of those who already answer",
+        "on a CPU the budget shrinks as contexts grow: whoever answers keeps its token",
         DecodesFirst,
     ),
     "goes on": Difference(
@@ -269,7 +269,7 @@ DIFFERENCES = {
     ),
     "drops unwritten": Difference(
         "a preemption or abort before the forward takes the hashes with it that the step stored ahead",
-        "keeps them: the next equal prompt reads blocks that nothing wrote",
+        "its scheduler keeps them: the next equal prompt is sent to blocks that nothing wrote",
         "no look-up ever returns KV that was not written",
         DropsHashesOfUnwrittenKV,
     ),
@@ -293,3 +293,9 @@ def models(without: str | None = None) -> tuple[type[Scheduler], ...]:
     """All switches, or all but one, in the order in which they are laid over vLLM's Scheduler."""
     names = sorted(DIFFERENCES, key=lambda name: name == "goes on")
     return tuple(DIFFERENCES[name].model for name in names if name != without)
+
+
+def as_table() -> str:
+    """The list as it stands in the README."""
+    rows = [f"| {d.ours} | {d.theirs} | {d.why} |" for d in DIFFERENCES.values()]
+    return "\n".join(["| ours | vLLM 0.32.0 | why |", "|---|---|---|", *rows])

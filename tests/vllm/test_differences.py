@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
-from tests.vllm.differences import DIFFERENCES, models
+from tests.vllm.differences import DIFFERENCES, as_table, models
 from tests.vllm.storm import Pair
 from tests.vllm.terms import Ask, Setup, Step
 
@@ -167,3 +168,7 @@ def test_each_difference_shows_without_its_switch_and_is_gone_with_it(name: str)
 
 def test_every_difference_has_its_scenario() -> None:
     assert SCENARIOS.keys() == DIFFERENCES.keys()
+
+
+def test_the_readme_has_the_list_as_it_is() -> None:
+    assert as_table() in (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
