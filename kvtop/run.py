@@ -10,7 +10,7 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
-from kvtop import themes
+from kvtop import pasting, themes
 from kvtop.app import KvtopApp
 from kvtop.capture import Capture
 from kvtop.session import Session
@@ -48,6 +48,7 @@ def _run(session: Session) -> int:
     themes.find(session.options.theme or themes.DEFAULT)  # told before the terminal changes hands
     for name in ("COLUMNS", "LINES"):  # exported by some shells, they would hide the terminal's own size
         os.environ.pop(name, None)
+    pasting.install()
     interval = sys.getswitchinterval()
     sys.setswitchinterval(SWITCH_INTERVAL)
     capture = Capture(log_file())

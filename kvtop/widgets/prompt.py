@@ -1,7 +1,8 @@
 """Prompt: one line of input with a memory of what was sent.
 
 Owns the history. Enter with text sends it; Enter without text asks for the next example. Pasted line
-breaks become blanks, so that a paste never sends itself.
+breaks become blanks, so that a paste never sends itself. Invariant: keys act in the order in which they
+were pressed, however fast they come.
 """
 
 from __future__ import annotations
@@ -55,6 +56,17 @@ class Prompt(Input):
             self._place = place
             self.value = self._sent[place] if place < len(self._sent) else ""
             self.cursor_position = len(self.value)
+
+    async def _on_key(self, event: events.Key) -> None:
+        # Textual runs bindings only when the key has come up to the application; by then letters that were
+        # typed after it stand in the line already.
+        bound = [] if event.is_printable else self._bindings.key_to_bindings.get(event.key, [])
+        for binding in bound:
+            if await self.app.run_action(binding.action, self):
+                event.stop()
+                event.prevent_default()
+                return
+        await super()._on_key(event)
 
     def _on_paste(self, event: events.Paste) -> None:
         event.stop()

@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
+from textual import events
 
 from engine import Engine, EngineConfig, SetupError
 from kvtop.app import KvtopApp
@@ -128,6 +129,18 @@ async def test_a_conversation_goes_on_and_a_new_one_starts_anew() -> None:
         assert app.main.prompt.value == "more"
         await pilot.press("down", "down")
         assert app.main.prompt.value == ""
+
+
+async def test_a_burst_of_keys_acts_in_order() -> None:
+    """Nothing waits between the keys: each Enter sends what stood there when it was pressed."""
+    async with live() as shown:
+        sent: list[str] = []
+        shown.app.session.asker.send = sent.append
+        keys = [*"Say A", "x", "backspace", "enter", *"Say Bed", "left", "left", "r", "enter", "up", "enter"]
+        for key in keys:
+            shown.app.post_message(events.Key("space" if key == " " else key, key if len(key) == 1 else None))
+        await shown.pilot.pause()
+        assert sent == ["Say A", "Say Bred", "Say Bred"] and shown.app.main.prompt.value == ""
 
 
 async def test_typed_prompts_go_on_with_an_example() -> None:

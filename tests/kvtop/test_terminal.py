@@ -119,6 +119,16 @@ def test_two_enters_and_the_sentence_stands() -> None:
     terminal.assert_restored()
 
 
+def test_a_paste_with_an_escape_sends_nothing() -> None:
+    terminal = Terminal("plain", size=(120, 40))
+    terminal.until(lambda: "Enter sends example 1" in terminal.text)
+    terminal.send(b"\x1b[200~one \x1b[31mtwo\nthree\n\x1b[201~")
+    terminal.until(lambda: "› one ␛[31mtwo three" in terminal.text)
+    assert "Nothing was asked yet" in terminal.text
+    terminal.send(b"\x11")
+    assert terminal.wait() == 0
+
+
 def test_what_is_printed_never_reaches_the_screen() -> None:
     terminal = Terminal("noisy")
     terminal.until(lambda: "Enter sends example 1" in terminal.text)
