@@ -2,8 +2,8 @@
 
 Owns file descriptors 1 and 2 between enter and exit: C libraries write there, past Python. Textual draws
 on `sys.__stderr__` and asks `sys.__stdout__` for the size, so both are pointed at a duplicate of the
-terminal first; the other way round the screen would stay blank. Invariant: on exit both descriptors are
-what they were, whatever happened in between.
+terminal first; the other way round the screen would stay blank. Invariants: on exit both descriptors are
+what they were, whatever happened in between; a log file has one writer at a time.
 """
 
 from __future__ import annotations
@@ -23,6 +23,9 @@ _MOST = 2000
 """Lines kept for the panel."""
 _LARGEST = 4 << 20
 """Bytes after which the log file starts anew."""
+_MOST_FILES = 32
+"""Processes that find a log file of their own."""
+_APPEND = os.O_WRONLY | os.O_CREAT | os.O_APPEND
 
 
 class Captured(Sequence[str]):
@@ -72,7 +75,7 @@ class Capture:
             reader = undo.enter_context(open(self.path, "rb", buffering=0))
             reader.seek(0, os.SEEK_END)
             terminal = undo.enter_context(
-                open(os.dup(2), "w", encoding="utf-8", errors="replace", newline="")
+                open(_terminal(), "w", encoding="utf-8", errors="replace", newline="")
             )
             for name in ("__stderr__", "__stdout__"):  # drawn on; asked for the terminal's size
                 undo.callback(setattr, sys, name, getattr(sys, name))
@@ -84,20 +87,33 @@ class Capture:
         return Captured(reader)
 
     def _open(self, undo: ExitStack) -> int:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            fresh = self.path.exists() and self.path.stat().st_size > _LARGEST
-            log = os.open(self.path, flags | (os.O_TRUNC if fresh else 0), 0o600)
-        except OSError:
+        log = self._own()
+        if log is None:
             handle, name = tempfile.mkstemp(prefix="kvtop-", suffix=".log")
             os.close(handle)
             self.path = Path(name)
             undo.callback(self.path.unlink, missing_ok=True)
-            log = os.open(name, flags)
+            log = os.open(name, _APPEND)
         undo.callback(os.close, log)
+        if os.fstat(log).st_size > _LARGEST:
+            os.ftruncate(log, 0)
         os.write(log, f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} process {os.getpid()}\n".encode())
         return log
+
+    def _own(self) -> int | None:
+        """`path`, or the first of its kind (kvtop-2.log …) that no other process writes; None if there is none."""
+        first = self.path
+        for number in range(1, _MOST_FILES + 1):
+            self.path = first if number == 1 else first.with_stem(f"{first.stem}-{number}")
+            try:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                log = os.open(self.path, _APPEND, 0o600)
+            except OSError:
+                return None
+            if _locked(log):
+                return log
+            os.close(log)
+        return None
 
     @staticmethod
     def _redirect(undo: ExitStack, stream: object, fd: int, log: int) -> None:
@@ -128,3 +144,27 @@ class Capture:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._undo.close()
+
+
+def _terminal() -> int:
+    """A descriptor of its own to draw on: stderr's terminal, else stdout's (`kvtop 2>file`), else the process' own."""
+    for fd in (2, 1):
+        if os.isatty(fd):
+            return os.dup(fd)
+    try:
+        return os.open("/dev/tty", os.O_WRONLY)
+    except OSError:
+        return os.dup(2)
+
+
+def _locked(fd: int) -> bool:
+    """This process alone writes the file from now on, until it has closed it."""
+    try:
+        import fcntl
+    except ImportError:  # not on this system
+        return True
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -135,9 +138,6 @@ async def test_containers_are_rendered_once() -> None:
 def test_capture_takes_descriptors_and_gives_them_back(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    import os
-    import sys
-
     log = tmp_path / "sub" / "kvtop.log"
     real = sys.__stderr__
     with Capture(log) as captured:
@@ -157,8 +157,23 @@ def test_capture_without_a_place_for_its_log(tmp_path: Path) -> None:
     blocked.write_text("")
     capture = Capture(blocked / "kvtop.log")
     with capture as captured:
-        import os
-
         os.write(2, b"still kept\n")
         assert captured.poll() and list(captured)[-1] == "still kept"
     assert not capture.path.exists()
+
+
+def test_each_process_has_a_log_of_its_own(tmp_path: Path) -> None:
+    """What another one prints is none of our lines."""
+    log = tmp_path / "kvtop.log"
+    with open(log, "ab") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        capture = Capture(log)
+        with capture as captured:
+            other.write(b"not ours\n")
+            other.flush()
+            os.write(1, b"ours\n")
+            assert captured.poll() and list(captured) == ["ours"]
+        assert capture.path == tmp_path / "kvtop-2.log"
+    with Capture(log):
+        os.write(1, b"free again\n")
+    assert log.read_text().endswith("free again\n")

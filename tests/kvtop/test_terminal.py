@@ -27,7 +27,11 @@ class Terminal:
     """A child process on a pty of width x height, its output kept and drawn."""
 
     def __init__(
-        self, *args: str, size: tuple[int, int] = (100, 30), env: dict[str, str] | None = None
+        self,
+        *args: str,
+        size: tuple[int, int] = (100, 30),
+        env: dict[str, str] | None = None,
+        stderr: Path | None = None,
     ) -> None:
         self.raw = b""
         self.screen = pyte.Screen(*size)
@@ -37,6 +41,8 @@ class Terminal:
         if self.pid == 0:
             fcntl.ioctl(0, termios.TIOCSWINSZ, struct.pack("HHHH", size[1], size[0], 0, 0))
             # Readline, where pytest loads it, plants COLUMNS and LINES: a program on a terminal must not care.
+            if stderr is not None:
+                os.dup2(os.open(stderr, os.O_WRONLY | os.O_CREAT), 2)
             own = {**os.environ, "TERM": "xterm-256color", "COLORTERM": "truecolor", **(env or {})}
             os.execve(sys.executable, [sys.executable, str(PROGRAM), *args], own)
 
@@ -127,6 +133,17 @@ def test_a_paste_with_an_escape_sends_nothing() -> None:
     assert "Nothing was asked yet" in terminal.text
     terminal.send(b"\x11")
     assert terminal.wait() == 0
+
+
+def test_with_stderr_in_a_file_it_draws_on_the_terminal(tmp_path: Path) -> None:
+    """`kvtop 2>log`"""
+    log = tmp_path / "log"
+    terminal = Terminal("plain", stderr=log)
+    terminal.until(lambda: "Enter sends example 1" in terminal.text)
+    terminal.send(b"\x11")
+    assert terminal.wait() == 0
+    terminal.assert_restored()
+    assert log.read_bytes() == b""
 
 
 def test_what_is_printed_never_reaches_the_screen() -> None:
