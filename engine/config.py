@@ -46,7 +46,8 @@ class RopeConfig:
 class ModelConfig:
     """Shape and flags of a decoder; one decoder class serves them all by these flags."""
 
-    architecture: Literal["llama", "mistral", "qwen2", "qwen3"]
+    architecture: str
+    """llama, mistral, qwen2, qwen3; of a model that runs through transformers its model_type."""
     vocab_size: int
     hidden_size: int
     intermediate_size: int

@@ -22,6 +22,12 @@ ARCHITECTURES: dict[str, Architecture] = {
     "Qwen3ForCausalLM": "qwen3",
 }
 SUPPORTED = "Llama, Mistral, SmolLM2, Qwen2, Qwen3"
+
+
+class Foreign(SetupError):
+    """A model that our own decoder does not compute; transformers may."""
+
+
 _ROPE_KINDS = ("default", "linear", "llama3", "yarn")
 _MISSING: Any = object()
 
@@ -64,10 +70,10 @@ def from_hf(config: Mapping[str, Any], generation: Mapping[str, Any] | None, nam
     """See ModelConfig.from_hf."""
     keys = Keys(config, "config.json")
     architecture = _architecture(config)
-    _refuse_quantised(config)
+    refuse_quantised(config)
     activation = keys.get("hidden_act", str, "silu")
     if activation not in ("silu", "swish"):
-        raise SetupError(f"config.json: hidden_act {activation} is not implemented; kvtop runs SiLU models")
+        raise Foreign(f"config.json: hidden_act {activation} is not implemented; kvtop runs SiLU models")
     heads = keys.count("num_attention_heads")
     hidden = keys.count("hidden_size")
     kv_heads = keys.count("num_key_value_heads", 8 if architecture == "mistral" else heads)
@@ -107,7 +113,7 @@ def from_hf(config: Mapping[str, Any], generation: Mapping[str, Any] | None, nam
         eos_token_ids=eos,
         bos_token_id=keys.get("bos_token_id", int, None),
         name=name,
-        generation=_generation(generation),
+        generation=generation_defaults(generation),
     )
 
 
@@ -121,11 +127,12 @@ def _architecture(config: Mapping[str, Any]) -> Architecture:
         shown = str(config.get("model_type"))
         found = next((short for short in ARCHITECTURES.values() if short == shown), None)
     if found is None:
-        raise SetupError(f"architecture {shown:.60} is not supported; kvtop runs {SUPPORTED}")
+        raise Foreign(f"architecture {shown:.60} is not supported; kvtop runs {SUPPORTED}")
     return found
 
 
-def _refuse_quantised(config: Mapping[str, Any]) -> None:
+def refuse_quantised(config: Mapping[str, Any]) -> None:
+    """Raises SetupError for a config whose weights are in a format of their own."""
     quantised = config.get("quantization_config")
     if quantised is not None:
         method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
@@ -153,7 +160,7 @@ def _refuse_window(keys: Keys, architecture: Architecture, layers: int, position
                 and keys.get("max_window_layers", int, 28) < layers
             )
     if used and window < positions:
-        raise SetupError(
+        raise Foreign(
             f"sliding_window {window} under a context of {positions} is not implemented; "
             "kvtop runs models with full attention (sliding_window null)"
         )
@@ -165,13 +172,13 @@ def _rope(keys: Keys, positions: int) -> RopeConfig:
     rope = Keys(raw, "config.json, RoPE")
     kind = rope.get("rope_type", str, None) or rope.get("type", str, "default")
     if kind not in _ROPE_KINDS:
-        raise SetupError(
+        raise Foreign(
             f"config.json: RoPE type {kind:.40} is not implemented; kvtop has {', '.join(_ROPE_KINDS)}"
         )
     for source in (rope, keys):
         part = source.positive("partial_rotary_factor", 1.0)
         if part != 1.0:
-            raise SetupError(
+            raise Foreign(
                 f"config.json: partial_rotary_factor {part} is not implemented; kvtop rotates whole heads"
             )
     theta = rope.positive("rope_theta", None) or keys.positive("rope_theta", 10_000.0)
@@ -211,7 +218,7 @@ def _eos_ids(config: Mapping[str, Any] | None, where: str) -> tuple[int, ...]:
     return tuple(dict.fromkeys(ids))
 
 
-def _generation(generation: Mapping[str, Any] | None) -> dict[str, Any]:
+def generation_defaults(generation: Mapping[str, Any] | None) -> dict[str, Any]:
     """The sampling defaults that kvtop follows."""
     keys = Keys(generation or {}, "generation_config.json")
     found = {

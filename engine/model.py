@@ -7,6 +7,7 @@ computed is the ops' matter. Logits are made only for the rows that sample.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Protocol
 
 from torch import Tensor
 
@@ -15,6 +16,22 @@ from engine.layers import Weights, attention_weights, mlp_weights, rope_table, t
 from engine.ops.base import Ops, State, StepInput
 from engine.ops.fp8 import Kv
 from engine.ops.weights import Quantization, linear_bytes
+
+
+class Model(Protocol):
+    """What a TorchRunner computes with."""
+
+    config: ModelConfig
+    weights_bytes: int
+    notice: str
+    """What a person should know about how it runs; empty for nothing."""
+
+    @property
+    def ops(self) -> Ops: ...
+
+    def forward(self, batch: StepInput, cache: Kv) -> Tensor:
+        """Logits [L, vocab] of `batch.logit_rows`; the step's KV is written into the cache."""
+        ...
 
 
 class Decoder:
@@ -33,6 +50,7 @@ class Decoder:
     ) -> None:
         c = self.config = config
         self.ops = ops
+        self.notice = ""
         embed = take(weights, "model.embed_tokens.weight", (c.vocab_size, c.hidden_size))
         untied = not c.tie_word_embeddings and "lm_head.weight" in weights
         head = take_linear(weights, "lm_head.weight", (c.vocab_size, c.hidden_size)) if untied else embed
@@ -47,6 +65,7 @@ class Decoder:
             progress(layer + 1, c.num_layers, "packing layers")
         self.norm = ops.vector(take(weights, "model.norm.weight", (c.hidden_size,)))
         self.head = ops.pack_head(head)
+        self.weights_bytes = weight_bytes(c, ops.dtype.itemsize, ops.quantization)
         self.rope = rope_table(c, positions, ops.device)
 
     def forward(self, batch: StepInput, cache: Kv) -> Tensor:

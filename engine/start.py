@@ -61,5 +61,6 @@ def build(config: EngineConfig, progress: Progress) -> Built:
             "ops": runner.ops_name,
             "kv_cache_dtype": runner.kv_dtype,
             "kv_cache": str(runner.cache_size),
-        },
+        }
+        | ({"notice": runner.notice} if runner.notice else {}),
     )

@@ -15,6 +15,7 @@ import torch
 
 from engine.batch import DeviceRows
 from engine.config import EngineConfig, ModelConfig, SetupError
+from engine.hf_config import Foreign
 from engine.hub import ModelFiles
 from engine.kv_cache import (
     CacheSize,
@@ -26,7 +27,7 @@ from engine.kv_cache import (
     size,
 )
 from engine.layers import Weights
-from engine.model import Decoder, weight_bytes
+from engine.model import Decoder, Model
 from engine.ops import get_ops
 from engine.params import SamplingParams
 from engine.runner import Plan, Row, StepOutput
@@ -50,11 +51,30 @@ def build(config: EngineConfig, progress: Progress, files: ModelFiles | None = N
     device, dtype = choose(config)
     if files is None:
         files = hub.resolve(config.model, revision=config.revision, progress=progress)
+    if _is_foreign(files):
+        from engine import hf_model
+
+        if config.quantization is not None:
+            raise SetupError(
+                f"--quantization: {files.name:.60} {hf_model.NOTICE}, and has none; leave it out"
+            )
+        return TorchRunner.over(hf_model.load(files, device, dtype, progress), config, progress)
     codes = config.quantization == "int4"
     if device.type == "cpu":
         check_cpu_memory(loader.loaded_bytes(files, dtype, keep_codes=codes), None, cpu_free_bytes())
     loaded = loader.load(files, dtype=dtype, progress=progress, keep_codes=codes)
     return TorchRunner.from_weights(loaded.config, loaded.weights, config, progress)
+
+
+def _is_foreign(files: ModelFiles) -> bool:
+    """Whether the model is one for transformers. Raises SetupError for a config that is wrong in itself."""
+    if files.kind == "gguf":
+        return False
+    try:
+        ModelConfig.from_hf(files.config or {}, files.generation_config, name=files.name)
+    except Foreign:
+        return True
+    return False
 
 
 def choose(config: EngineConfig) -> tuple[torch.device, torch.dtype]:
@@ -69,9 +89,7 @@ def choose(config: EngineConfig) -> tuple[torch.device, torch.dtype]:
 class TorchRunner:
     """See engine.runner.ModelRunner. Build one with `build` or `from_weights`."""
 
-    def __init__(
-        self, model: Decoder, cache_size: CacheSize, max_model_len: int, config: EngineConfig
-    ) -> None:
+    def __init__(self, model: Model, cache_size: CacheSize, max_model_len: int, config: EngineConfig) -> None:
         ops = model.ops
         self.model = model
         self.config = config
@@ -80,13 +98,14 @@ class TorchRunner:
         self.num_blocks = cache_size.num_blocks
         self.block_size = cache_size.block_size
         self.bytes_per_block = cache_size.bytes_per_block
-        self.weights_bytes = weight_bytes(model.config, ops.dtype.itemsize, ops.quantization)
+        self.weights_bytes = model.weights_bytes
         self.vocab_size = model.config.vocab_size
         self.max_model_len = max_model_len
         self.model_name = model.config.name
         self.device = ops.device.type
         self.dtype = str(ops.dtype).removeprefix("torch.")
         self.ops_name = ops.name
+        self.notice = model.notice
         self.kv_dtype = "fp8" if cache_size.scale_bytes else self.dtype
         self.cache = allocate(cache_size, ops.device, ops.dtype)
         blocks = -(-max_model_len // cache_size.block_size) + 1
@@ -110,17 +129,25 @@ class TorchRunner:
         fp8 = config.kv_cache_dtype == "fp8"
         ops = get_ops(config.ops, device, dtype, model_config, fp8_kv=fp8, quantization=config.quantization)
         longest = model_config.max_position_embeddings
-        if config.max_model_len is not None and config.max_model_len > longest:
-            raise SetupError(
-                f"--max-model-len {config.max_model_len} is over the model's limit of {longest} tokens"
-            )
+        check_longest(config, longest)
         if device.type == "cpu":
             loaded, free = sum(t.nbytes for t in weights.values()), cpu_free_bytes()
             cache_size = plan_size(model_config, config, dtype)
             check_cpu_memory(loaded, cache_size, None if free is None else free + loaded)
-        model = Decoder(model_config, weights, ops, longest, progress)
-        memory = None if device.type == "cpu" else _profile_gpu(model, config)
-        cache_size = plan_size(model_config, config, dtype, memory)
+        return cls.over(Decoder(model_config, weights, ops, longest, progress), config, progress)
+
+    @classmethod
+    @torch.inference_mode()
+    def over(cls, model: Model, config: EngineConfig, progress: Progress = lambda *_: None) -> TorchRunner:
+        """A runner over a model that is ready to compute. Raises SetupError like from_weights."""
+        longest, ops = model.config.max_position_embeddings, model.ops
+        check_longest(config, longest)
+        if ops.device.type == "cpu":
+            torch.set_num_threads(config.threads or cores())
+        memory = None if ops.device.type == "cpu" else _profile_gpu(model, config)
+        cache_size = plan_size(model.config, config, ops.dtype, memory)
+        if ops.device.type == "cpu":
+            check_cpu_memory(0, cache_size, cpu_free_bytes())
         runner = cls(model, cache_size, clamp_model_len(config.max_model_len, longest, cache_size), config)
         progress(1, 1, f"KV: {cache_size}")
         runner.warm_up()
@@ -180,6 +207,14 @@ class TorchRunner:
         self.execute(Plan(0, retired=[-1]))
 
 
+def check_longest(config: EngineConfig, longest: int) -> None:
+    """Raises SetupError for a --max-model-len over the model's own."""
+    if config.max_model_len is not None and config.max_model_len > longest:
+        raise SetupError(
+            f"--max-model-len {config.max_model_len} is over the model's limit of {longest} tokens"
+        )
+
+
 def clamp_model_len(asked: int | None, longest: int, cache: CacheSize) -> int:
     """The longest sequence. Raises SetupError if it was given and the pool cannot hold it."""
     fits = cache.usable_tokens
@@ -201,7 +236,7 @@ def cores() -> int:
         return os.cpu_count() or 1
 
 
-def _profile_gpu(model: Decoder, config: EngineConfig) -> int:
+def _profile_gpu(model: Model, config: EngineConfig) -> int:
     """Bytes left for KV beside weights and the activations of the largest step."""
     device = model.ops.device
     tokens = config.max_num_batched_tokens or 2048

@@ -233,6 +233,8 @@ class Talk:
             elif type(e) is EngineStarted:
                 self.say(f"{e.model} on {e.device} in {e.dtype}")
                 self.say(f"KV: {kv_sum(e)}")
+                if notice := e.knobs.get("notice"):
+                    self.say(f"{e.model} {notice}")
 
     def _progress(self, e: ModelLoading) -> None:
         now = time.monotonic()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from engine.ops.base import AttentionWeights, Ops, Packed, StepPlan
+from engine.ops.base import AttentionWeights, Ops, Packed, StepInput, StepPlan
 from engine.ops.fp8 import Kv, fetch, store
 from engine.ops.weights import Quantization
 
@@ -48,22 +48,7 @@ class ReferenceOps(Ops):
         return self._rotate(q, cos, sin)
 
     def attention(self, q: Tensor, kv: Kv, w: AttentionWeights, plan: StepPlan) -> Tensor:
-        b = plan.batch
-        out = torch.empty_like(q)
-        block_size = kv.shape[3]
-        first = 0
-        for row, n, length in zip(b.rows.tolist(), b.q_lens, b.kv_lens_host, strict=True):
-            blocks = b.tables[row, : -(-length // block_size)].long()
-            k, v = (half.transpose(0, 1).flatten(1, 2)[:, :length] for half in fetch(kv, blocks, self.wide))
-            k = k.repeat_interleave(w.heads // w.kv_heads, dim=0)
-            v = v.repeat_interleave(w.heads // w.kv_heads, dim=0)
-            scores = q[first : first + n].transpose(0, 1).to(self.wide) @ k.mT * w.head_dim**-0.5
-            key = torch.arange(length, device=q.device)
-            query = torch.arange(length - n, length, device=q.device)
-            scores.masked_fill_(key > query[:, None], float("-inf"))
-            out[first : first + n] = (scores.softmax(-1) @ v).transpose(0, 1).to(q.dtype)
-            first += n
-        return out
+        return attend(q, kv, plan.batch, self.wide, w.head_dim**-0.5)
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
@@ -79,3 +64,40 @@ class ReferenceOps(Ops):
         """Rotates [T, heads, head_dim]: dimension i pairs with i + head_dim / 2."""
         a, b = x.to(self.wide).chunk(2, dim=-1)
         return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
+
+
+def attend(
+    q: Tensor,
+    kv: Kv,
+    batch: StepInput,
+    wide: torch.dtype,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """Causal attention of q [T, heads, dim] over each sequence's blocks in one layer -> the same shape.
+
+    wide: precision of the arithmetic. window: a token sees that many, itself included; what lies before
+    is not read. softcap: scores become softcap x tanh(score / softcap).
+    """
+    out = torch.empty_like(q)
+    block_size, groups = kv.shape[3], q.shape[1] // kv.shape[2]
+    first = 0
+    for row, n, length in zip(batch.rows.tolist(), batch.q_lens, batch.kv_lens_host, strict=True):
+        skipped = 0 if window is None else max(0, length - n - window + 1) // block_size
+        blocks = batch.tables[row, skipped : -(-length // block_size)].long()
+        start = skipped * block_size
+        k, v = (half.transpose(0, 1).flatten(1, 2)[:, : length - start] for half in fetch(kv, blocks, wide))
+        k, v = k.repeat_interleave(groups, dim=0), v.repeat_interleave(groups, dim=0)
+        scores = q[first : first + n].transpose(0, 1).to(wide) @ k.mT * scale
+        if softcap is not None:
+            scores = (scores / softcap).tanh() * softcap
+        key = torch.arange(start, length, device=q.device)
+        query = torch.arange(length - n, length, device=q.device)[:, None]
+        hidden = key > query
+        if window is not None:
+            hidden |= key <= query - window
+        scores.masked_fill_(hidden, float("-inf"))
+        out[first : first + n] = (scores.softmax(-1) @ v).transpose(0, 1).to(q.dtype)
+        first += n
+    return out

@@ -1,0 +1,238 @@
+"""HfModel: any other decoder, computed by transformers over our paged cache.
+
+Owns the bridge: transformers' modules run one flat batch of all sequences, and their AttentionInterface
+calls back here, where K and V go into blocks and queries attend to them. What a layer sees is what
+transformers' own mask for it would show (a window), so nothing is guessed from the config. A model that
+keeps state of another kind, or attends in a way not written here, is refused by name.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.config import ModelConfig, SetupError
+from engine.hf_config import eos_token_ids, generation_defaults, refuse_quantised
+from engine.hub import ModelFiles
+from engine.kv_cache import check_cpu_memory, cpu_free_bytes
+from engine.kv_shape import KvShape
+from engine.ops.base import StepInput
+from engine.ops.fp8 import Kv, store
+from engine.ops.reference import ReferenceOps, attend
+
+NAME = "kvtop"
+NOTICE = "runs through transformers: slower, no fused ops"
+
+_PLAIN = {"position_ids", "cache_position", "position_embeddings"}
+"""Tensors that transformers hands to an attention function and that change nothing in it."""
+
+
+class HfOps(ReferenceOps):
+    """Copies, sampling and attention of a model whose other operations are transformers'."""
+
+    name = "transformers"
+
+
+@dataclass(slots=True)
+class _Step:
+    """What the attention of one forward needs. `seen`: layers that have called."""
+
+    batch: StepInput
+    cache: Kv
+    model: HfModel
+    seen: set[int] = field(default_factory=set)
+
+
+_current: ContextVar[_Step] = ContextVar("kvtop_step")
+"""Not a keyword of the forward: not every model hands its keywords down to its layers."""
+
+
+def _attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    **more: Any,
+) -> tuple[Tensor, None]:
+    """What transformers calls. query [1, heads, T, dim], key and value [1, kv_heads, T, dim] -> [1, T,
+    heads, dim]."""
+    step = _current.get()
+    name, c = step.model.config.architecture, step.model.config
+    for what, given in more.items():
+        if isinstance(given, Tensor) and what not in _PLAIN:
+            raise SetupError(f"{name}: attention with {what:.40} is not implemented")
+    expected = (c.num_kv_heads, query.shape[2], c.head_dim)
+    if tuple(key.shape[1:]) != expected or tuple(value.shape[1:]) != expected:
+        shapes = f"{list(key.shape[1:])} and {list(value.shape[1:])}"
+        raise SetupError(
+            f"{name}: K and V of {shapes} are not implemented, only [{c.num_kv_heads}, T, {c.head_dim}]"
+        )
+    if attention_mask is not None and attention_mask.shape != (1, 1, 1, 1):
+        raise SetupError(f"{name}: its own attention mask is not implemented")
+    if not getattr(module, "is_causal", True):
+        raise SetupError(f"{name}: attention that is not causal is not implemented")
+    layer = int(getattr(module, "layer_idx", -1))
+    step.seen.add(layer)
+    kv, b = step.cache[layer], step.batch
+    store(kv, b.slots // kv.shape[3], b.slots % kv.shape[3], *(x[0].transpose(0, 1) for x in (key, value)))
+    scale = c.head_dim**-0.5 if scaling is None else float(scaling)
+    window = None if attention_mask is None else int(attention_mask)
+    q = query[0].transpose(0, 1)
+    return attend(q, kv, b, step.model.ops.wide, scale, window=window, softcap=softcap)[None], None
+
+
+def _mask(*_: Any, local_size: int | None = None, **__: Any) -> Tensor | None:
+    """In place of a mask: the window of the layers that get it, None for all tokens before."""
+    return None if local_size is None else torch.full((1, 1, 1, 1), int(local_size))
+
+
+class HfModel:
+    """Takes Decoder's place in a TorchRunner. `hf`: a causal language model made with `NAME` attention."""
+
+    def __init__(self, config: ModelConfig, hf: Any, device: torch.device, dtype: torch.dtype) -> None:
+        self.config = config
+        self.notice = NOTICE
+        self.ops = HfOps(device, dtype)
+        self.hf = hf.to(device).eval()
+        self.weights_bytes = sum(p.nbytes for p in hf.parameters())  # a tied head is one parameter
+        self._picks_rows = "logits_to_keep" in inspect.signature(hf.forward).parameters
+
+    def forward(self, batch: StepInput, cache: Kv) -> Tensor:
+        """See Decoder.forward."""
+        step = _Step(batch, cache, self)
+        token = _current.set(step)
+        try:
+            rows = {"logits_to_keep": batch.logit_rows} if self._picks_rows else {}
+            ids, positions = batch.token_ids[None], batch.positions.long()[None]
+            logits: Tensor = self.hf(input_ids=ids, position_ids=positions, use_cache=False, **rows).logits[0]
+        finally:
+            _current.reset(token)
+        if step.seen != set(range(self.config.num_layers)):
+            raise SetupError(
+                f"{self.config.architecture}: {len(step.seen)} of {self.config.num_layers} layers attend through "
+                "transformers' AttentionInterface; the others are not implemented"
+            )
+        return logits if self._picks_rows else logits[batch.logit_rows]
+
+
+# ------------------------------------------------------------------------------------------ loading
+
+
+def load(
+    files: ModelFiles, device: torch.device, dtype: torch.dtype, progress: Callable[[int, int, str], None]
+) -> HfModel:
+    """The model of `files`. Raises SetupError: what transformers does not know or we cannot page."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()  # it would paint over the dashboard
+    raw = files.config or {}
+    name = _name(raw)
+    refuse(raw)
+    register()
+    progress(0, 1, f"loading {files.name}: {NOTICE}")
+    if device.type == "cpu":
+        check_cpu_memory(sum(p.stat().st_size for p in files.weights), None, cpu_free_bytes())
+    try:
+        hf_config = AutoConfig.from_pretrained(files.folder, local_files_only=True)
+        config = model_config(hf_config, raw, files)
+        hf = AutoModelForCausalLM.from_pretrained(
+            files.folder, config=hf_config, dtype=dtype, attn_implementation=NAME, local_files_only=True
+        )
+    except SetupError:
+        raise
+    except (ValueError, KeyError, ImportError, OSError, RuntimeError) as e:
+        raise SetupError(f"{name}: neither kvtop nor transformers runs it: {e!s:.120}") from e
+    progress(1, 1, f"loading {files.name}: {NOTICE}")
+    return HfModel(config, hf, device, dtype)
+
+
+def register() -> None:
+    """Makes NAME an attention of transformers; again changes nothing."""
+    from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface
+
+    AttentionInterface.register(NAME, _attention)
+    AttentionMaskInterface.register(NAME, _mask)
+
+
+def _name(config: Mapping[str, Any]) -> str:
+    named = config.get("architectures")
+    return str(named[0] if isinstance(named, list) and named else config.get("model_type"))[:60]
+
+
+def refuse(config: Mapping[str, Any]) -> None:
+    """Raises SetupError for a config.json that names what this path would compute wrongly."""
+    name = _name(config)
+    refuse_quantised(config)
+    for key in ("vision_config", "audio_config", "speech_config"):
+        if config.get(key):
+            raise SetupError(f"{name} is multimodal ({key}): kvtop runs text-only decoders")
+    if config.get("auto_map"):
+        raise SetupError(f"{name} brings code of its own (auto_map), which kvtop never runs")
+    if config.get("use_bidirectional_attention"):
+        raise SetupError(f"{name}: attention in both directions is not implemented")
+    kinds = config.get("layer_types") or ()
+    other = {str(k) for k in kinds} - {"full_attention", "sliding_attention"}
+    if config.get("attention_chunk_size"):
+        other.add("chunked_attention")
+    if other:
+        raise SetupError(f"{name}: {', '.join(sorted(other))!s:.60} layers are not implemented")
+    shape = KvShape.from_config(config)
+    if shape.attention == "latent":
+        raise SetupError(f"{name}: latent attention (MLA) is not implemented")
+    if shape.holding_layers != shape.layers:
+        raise SetupError(f"{name}: layers that share or keep no KV are not implemented")
+
+
+def model_config(hf_config: Any, raw: Mapping[str, Any], files: ModelFiles) -> ModelConfig:
+    """What the engine needs to know of it."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    name = _name(raw)
+    if type(hf_config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise SetupError(f"{name} is no causal language model for transformers")
+    if not MODEL_FOR_CAUSAL_LM_MAPPING[type(hf_config)]._supports_attention_backend:
+        raise SetupError(f"{name}: transformers gives no way into its attention")
+    shape = KvShape.from_config({**hf_config.to_dict(), **raw})
+    heads, hidden = shape.heads, hf_config.hidden_size
+    config = ModelConfig(
+        architecture=str(hf_config.model_type),
+        vocab_size=hf_config.vocab_size,
+        hidden_size=hidden,
+        intermediate_size=getattr(hf_config, "intermediate_size", None) or 4 * hidden,
+        num_layers=shape.layers,
+        num_heads=heads,
+        num_kv_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        max_position_embeddings=shape.max_position or 2048,
+        eos_token_ids=eos_token_ids(raw, files.generation_config),
+        bos_token_id=getattr(hf_config, "bos_token_id", None),
+        name=files.name,
+        generation=generation_defaults(files.generation_config),
+    )
+    return replace(config, max_position_embeddings=_constant_rope(hf_config, config.max_position_embeddings))
+
+
+def _constant_rope(hf_config: Any, longest: int) -> int:
+    """Positions over which the rotary frequencies do not depend on how long the batch's longest sequence
+    is: LongRoPE changes them past its original length, and then a cached K would depend on its batch."""
+    rope = getattr(hf_config, "rope_parameters", None) or {}
+    for part in (rope, *(v for v in rope.values() if isinstance(v, dict))):
+        if part.get("rope_type") == "longrope":
+            original = part.get("original_max_position_embeddings") or getattr(
+                hf_config, "original_max_position_embeddings", None
+            )
+            longest = min(longest, original or longest)
+    return longest
