@@ -184,7 +184,7 @@ class BlockPool:
         """The whole queue, next out first. O(queue)."""
         return list(self._queue)
 
-    def lookup(self, hashes: Sequence[bytes], limit: int | None = None) -> list[int]:
+    def lookup(self, hashes: Iterable[bytes], limit: int | None = None) -> list[int]:
         """Blocks of the longest known prefix of hashes[:limit]: stops at the first miss. Changes nothing."""
         out = []
         get = self._table.get

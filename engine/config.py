@@ -138,6 +138,16 @@ class EngineConfig:
     """Off: a prompt is computed in one step or waits until it fits the budget."""
     long_prefill_token_threshold: int = 0
     """Most tokens of one prompt in a step while others wait or run; 0 is no limit."""
+    long_prefill_token_threshold_adaptive: bool = False
+    """The threshold is at least every request's equal share of the step's budget."""
+    scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
+    """Order of admission, and the reverse of preemption: by arrival, or by (priority, arrival), lower first."""
+    watermark: float = 0.0
+    """Part of the usable blocks that an admission leaves free for what runs, 0 to under 1; none if nothing runs."""
+    max_num_queued_requests: int | None = None
+    """Requests that may wait; one more is refused. None is no limit."""
+    max_num_queued_tokens: int | None = None
+    """Tokens of all that wait; a request that would exceed them is refused. None is no limit."""
     seed: int = 0
     """Base of the sampling seeds of requests that bring none."""
     hash_seed: int | None = None
@@ -174,7 +184,14 @@ class EngineConfig:
             t is None or t > s,
             f"--max-num-batched-tokens ({t}) must exceed --max-num-seqs ({s}), or decodes alone would fill a step",
         )
-        need(self.long_prefill_token_threshold >= 0, "long_prefill_token_threshold must be 0 or more")
+        most = self.long_prefill_token_threshold
+        need(most >= 0, f"--long-prefill-token-threshold must be 0 or more, not {most}")
+        p = self.scheduling_policy
+        need(p in ("fcfs", "priority"), f"--scheduling-policy must be fcfs or priority, not {p!r:.40}")
+        need(0 <= self.watermark < 1, f"--watermark must be at least 0 and under 1, not {self.watermark}")
+        for name in ("requests", "tokens"):
+            most = getattr(self, f"max_num_queued_{name}")
+            need(most is None or most >= 1, f"--max-num-queued-{name} must be at least 1, not {most}")
         need(0 <= self.seed < 2**63, f"--seed must be between 0 and 2**63 - 1, not {self.seed}")
         h = self.hash_seed
         need(h is None or 0 <= h < 2**64, f"--hash-seed must be between 0 and 2**64 - 1, not {h}")

@@ -83,6 +83,9 @@ class EngineCore:
             max_num_seqs=config.max_num_seqs,
             chunked_prefill=self._chunked,
             long_prefill_threshold=config.long_prefill_token_threshold,
+            adaptive_threshold=config.long_prefill_token_threshold_adaptive,
+            by_priority=config.scheduling_policy == "priority",
+            watermark=config.watermark,
         )
         self.requests: dict[int, Request] = {}
         """Waiting and running requests by id."""
@@ -96,6 +99,7 @@ class EngineCore:
         except ValueError as error:
             raise SetupError(f"the model's own sampling defaults are wrong: {error}") from None
         self._seed = config.seed
+        self._most_queued = (config.max_num_queued_requests, config.max_num_queued_tokens)
         self._on_finished = on_finished
         self._seen = bytearray(runner.vocab_size)
         self._budget_now = 0
@@ -126,6 +130,7 @@ class EngineCore:
         if foreign:
             prompt_token_ids = []  # a number that is no token fits in no event and no table
         problem = refuse or foreign or named or self._never_fits(len(prompt_token_ids), params)
+        problem = problem or self._queue_full(len(prompt_token_ids))
         request = Request(
             request_id,
             prompt_token_ids,
@@ -179,6 +184,21 @@ class EngineCore:
         size, blocks = self.paging.block_size, self._pool.num_usable
         why = f", which is what {blocks:,} blocks of {size} hold" if limit == blocks * size else ""
         return f"the prompt has {tokens:,} tokens, the context {limit:,}{why}, one of output included: shorten it"
+
+    def _queue_full(self, tokens: int) -> str | None:
+        most_requests, most_tokens = self._most_queued
+        waiting = len(self.scheduler.waiting)
+        if most_requests is not None and waiting >= most_requests:
+            return f"the queue is full: {waiting:,} requests wait, --max-num-queued-requests is {most_requests:,}"
+        if most_tokens is None:
+            return None
+        queued = self.scheduler.queued_tokens
+        if queued + tokens <= most_tokens:
+            return None
+        return (
+            f"the queue is full: {queued:,} tokens wait, with {tokens:,} more they would exceed "
+            f"--max-num-queued-tokens ({most_tokens:,})"
+        )
 
     def _too_wide(self, tokens: int, params: SamplingParams) -> str | None:
         """Why `n` samples of this prompt could never run to their ends."""

@@ -233,7 +233,8 @@ class PrefixLookup(Event, frozen=True):
 class AdmissionBlocked(Event, frozen=True):
     """The head of the waiting queue cannot be admitted; emitted on change only.
 
-    reason blocks: it needs `need`, running prompts leave `free` over; max_num_seqs: sequences it needs
+    reason blocks: it needs `need`, running prompts leave `free` over; watermark: the same, and `free` is
+    what an admission may take; max_num_seqs: sequences it needs
     and places that are free; max_num_batched_tokens (without chunked prefill): tokens of both.
     """
 

@@ -9,6 +9,7 @@ whose forward will not run leaves no hash of unwritten KV behind (`retract`).
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import NamedTuple
 
 from engine.blocks import BlockPool
@@ -88,6 +89,24 @@ class Paging:
             self._touched.setdefault(seq, []).extend(hits)
         seq.num_computed = len(hits) * self.block_size
         seq.num_published = len(hits)
+
+    def lookup_more(self, seq: Sequence) -> list[int]:
+        """Blocks that follow its computed full ones and that others have published since it was admitted.
+        Changes nothing but the sequence's own hashes."""
+        first = seq.num_computed // self.block_size
+        if not self.caching or not seq.table or seq.num_published > first:
+            return []
+        self._extend(seq)
+        return self.pool.lookup(islice(seq.hashes, first, self._most_hits(seq)))
+
+    def take_more(self, seq: Sequence, hits: list[int]) -> None:
+        """Go on behind these; a block of its own that was half computed is given back."""
+        self._release(seq, len(seq.table) - seq.num_computed // self.block_size)
+        self.pool.touch(seq.seq_id, hits, "hit")
+        seq.table += hits
+        self._touched.setdefault(seq, []).extend(hits)
+        seq.num_published = len(seq.table)
+        seq.num_computed = seq.num_published * self.block_size
 
     # ---------------------------------------------------------------- growth and publication
 

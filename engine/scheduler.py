@@ -1,13 +1,15 @@
 """Scheduler: which sequence computes how many tokens in the next step. Policy only.
 
 Owns the waiting and running queues and the token budget: decodes first (one token each), then chunks
-of running prefills, then admissions in arrival order. When the pool runs dry the youngest running
-request is preempted by recompute, never the oldest for another, so something always finishes; nothing
-is admitted in a step that preempted. Emits the request events of admission and preemption.
+of running prefills, then admissions in the policy's order: by arrival, or by (priority, arrival). When
+the pool runs dry the last running request in that order is preempted by recompute, never the first for
+another, so something always finishes; nothing is admitted in a step that preempted. Emits the request
+events of admission and preemption.
 """
 
 from __future__ import annotations
 
+from bisect import insort
 from collections import deque
 from collections.abc import Callable
 
@@ -29,6 +31,9 @@ class Scheduler:
         max_num_seqs: int,
         chunked_prefill: bool = True,
         long_prefill_threshold: int = 0,
+        adaptive_threshold: bool = False,
+        by_priority: bool = False,
+        watermark: float = 0.0,
     ) -> None:
         self.paging = paging
         self.waiting: deque[Request] = deque()
@@ -38,8 +43,13 @@ class Scheduler:
         self.max_num_seqs = max_num_seqs
         self._chunked = chunked_prefill
         self._threshold = long_prefill_threshold
+        self._adaptive = adaptive_threshold
+        self._by_priority = by_priority
+        self._reserve = int(watermark * paging.pool.num_usable)
+        self.looks_again = True
+        """A running prefill asks the cache at each chunk for what others have computed meanwhile."""
         self._rows: dict[Sequence, Row] = {}
-        self._left = 0
+        self._budget = self._left = 0
         self._preempted_now = False
         self._blocked: tuple[int, str] | None = None
         self._retired: list[int] = []
@@ -59,6 +69,11 @@ class Scheduler:
         return self.max_num_seqs - self.num_running_seqs
 
     @property
+    def queued_tokens(self) -> int:
+        """Tokens of all requests that wait, each branch's own."""
+        return sum(len(s) for r in self.waiting for s in r.live)
+
+    @property
     def longest_context(self) -> int:
         """Tokens of the longest sequence that may be scheduled next."""
         requests = [*self.running, self.waiting[0]] if self.waiting else self.running
@@ -75,7 +90,7 @@ class Scheduler:
         """Rows for at most `budget` tokens, decodes first. Rows empty: nothing can run."""
         self.paging.begin_step()
         self._rows.clear()
-        self._left = budget
+        self._budget = self._left = budget
         self._preempted_now = False
         decodes: list[Sequence] = []
         prefills: list[Sequence] = []
@@ -106,17 +121,26 @@ class Scheduler:
                     return
             hits = self.paging.lookup(seq)
             start = max(shared, len(hits)) * self.paging.block_size
+        more = self.paging.lookup_more(seq) if self.looks_again and not seq.is_decoding else []
+        if more:
+            start = (start // self.paging.block_size + len(more)) * self.paging.block_size
         n = self._chunk(seq, len(seq.tokens) - start)
         if n == 0:
             return
         if shared or hits:
             self.paging.rejoin(seq, first, shared, hits)
+        if more:
+            self.paging.take_more(seq, more)
         while not self.paging.grow(seq, start + n):
-            victim = self.running[-1]
-            self.preempt(victim)
-            if victim is seq.request:
+            self.preempt(self._victim())
+            # It was the victim, or shares a block that the victim was to write in this step.
+            if seq.request.status is not Status.RUNNING:
                 return
         self._add_row(seq, n)
+
+    def _victim(self) -> Request:
+        """The last running request in the policy's order."""
+        return max(self.running, key=_rank) if self._by_priority else self.running[-1]
 
     def _admit_waiting(self) -> None:
         if not self.waiting or self._left <= 0:
@@ -141,8 +165,9 @@ class Scheduler:
             # over: two that start and then cannot both go on would compute everything twice.
             need = self.paging.blocks_to_admit(seq, hits, len(seq)) + self._sibling_blocks(request)
             free = self.paging.pool.num_available - promised
-            if need > free:
-                self._block(request, need, free, "blocks")
+            reserve = self._reserve if self.running else 0
+            if need > free - reserve:
+                self._block(request, need, max(0, free - reserve), "blocks" if need > free else "watermark")
                 return
             self._admit(request, seq, hits, n)
             places -= width
@@ -208,9 +233,11 @@ class Scheduler:
         if not self._chunked:
             return want if want <= self._left else 0
         n = min(want, self._left)
-        if n > self._threshold > 0 and not seq.is_decoding and len(self.running) + len(self.waiting) > 1:
-            return self._threshold
-        return n
+        requests = len(self.running) + len(self.waiting)
+        if n <= self._threshold or not self._threshold or seq.is_decoding or requests < 2:
+            return n
+        share = self._budget // requests if self._adaptive else 0
+        return min(n, max(self._threshold, share))
 
     def _block(self, request: Request, need: int, free: int, reason: str) -> None:
         if self._blocked != (request.request_id, reason):
@@ -220,13 +247,16 @@ class Scheduler:
     # ---------------------------------------------------------------- queues
 
     def add(self, request: Request) -> None:
-        """To the end of the waiting queue."""
-        self.waiting.append(request)
+        """Into the waiting queue: to its end, or by priority to its place."""
+        if self._by_priority:
+            insort(self.waiting, request, key=_rank)
+        else:
+            self.waiting.append(request)
 
     def preempt(self, request: Request) -> None:
-        """Release everything the request holds and put it at the front of the waiting queue; it will
-        compute again, usually from its own still cached blocks. Its row of this step is dropped, and
-        whoever shares a block that it was to write in this step goes with it."""
+        """Release everything the request holds and put it at the front of the waiting queue (by priority
+        to its place); it will compute again, usually from its own still cached blocks. Its row of this
+        step is dropped, and whoever shares a block that it was to write in this step goes with it."""
         self._preempted_now = True
         self.running.remove(request)
         request.status = Status.PREEMPTED
@@ -235,7 +265,10 @@ class Scheduler:
         sharers = self.give_up(request)
         self._emit(RequestPreempted(request.request_id, [s.seq_id for s in request.live], lost))
         self._preempt_all(sharers)  # before it joins the queue: they were admitted after it
-        self.waiting.appendleft(request)
+        if self._by_priority:
+            self.add(request)
+        else:
+            self.waiting.appendleft(request)
 
     def remove(self, request: Request) -> None:
         """Take a finished or aborted request out of the queues and release what it holds."""
@@ -285,3 +318,8 @@ class Scheduler:
         for request in reversed(self.running[:]):  # youngest first, so that the queue keeps its order
             if request in requests and request.status is Status.RUNNING:
                 self.preempt(request)
+
+
+def _rank(request: Request) -> tuple[int, float, int]:
+    """Place in the order by priority: what is larger comes later and is preempted sooner."""
+    return request.priority, request.t_arrival, request.request_id

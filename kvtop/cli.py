@@ -24,6 +24,7 @@ from engine import EngineConfig, SetupError
 from kvtop import __version__
 from kvtop.asks import Ask, parse_size, read_prompts, read_system, sampling
 from kvtop.cli_options import (
+    Adaptive,
     AsJson,
     AvgTokens,
     BadWords,
@@ -62,10 +63,13 @@ from kvtop.cli_options import (
     Once,
     Ops,
     Overhead,
+    Policy,
     Presence,
     Prompt,
     Prompts,
     Quantize,
+    QueuedRequests,
+    QueuedTokens,
     Record,
     Redact,
     Repetition,
@@ -85,6 +89,7 @@ from kvtop.cli_options import (
     TopP,
     View,
     ViewName,
+    Watermark,
     Weights,
     opt,
 )
@@ -169,6 +174,11 @@ def run(
     enable_prefix_caching: Caching = True,
     enable_chunked_prefill: Chunked = True,
     long_prefill_token_threshold: LongPrefill = 0,
+    long_prefill_token_threshold_adaptive: Adaptive = False,
+    scheduling_policy: Policy = "fcfs",
+    watermark: Watermark = 0.0,
+    max_num_queued_requests: QueuedRequests = None,
+    max_num_queued_tokens: QueuedTokens = None,
     seed: Seed = 0,
     hash_seed: HashSeed = None,
     quantization: Quantize = None,

@@ -13,6 +13,7 @@ import typer
 DeviceName = Literal["auto", "cpu", "cuda"]
 DType = Literal["auto", "bfloat16", "float32", "float64"]
 OpsName = Literal["auto", "reference", "cpu", "triton"]
+PolicyName = Literal["fcfs", "priority"]
 ViewName = Literal["chat", "ops", "all"]
 KvDtypeName = Literal["auto", "bfloat16", "fp8", "float32"]
 
@@ -48,6 +49,21 @@ LongPrefill = Annotated[
     opt(
         "Most tokens of one prompt a step while others wait; 0 is no limit.", "--long-prefill-token-threshold"
     ),
+]
+Adaptive = Annotated[
+    bool,
+    opt(
+        "That threshold is at least an equal share of the step.",
+        "--long-prefill-token-threshold-adaptive/--no-long-prefill-token-threshold-adaptive",
+    ),
+]
+Policy = Annotated[PolicyName, opt("Who is admitted first and preempted last.", "--scheduling-policy")]
+Watermark = Annotated[float, opt("Part of the blocks that admissions leave free.", "--watermark")]
+QueuedRequests = Annotated[
+    int | None, opt("Requests that may wait; more are refused.", "--max-num-queued-requests")
+]
+QueuedTokens = Annotated[
+    int | None, opt("Tokens that may wait; more are refused.", "--max-num-queued-tokens")
 ]
 Seed = Annotated[int, opt("Of the sampling.", "--seed")]
 HashSeed = Annotated[int | None, opt("Of the block hashes; random without.", "--hash-seed")]

@@ -89,6 +89,10 @@ class Facts:
         """Blocks stored although their content was in the table already."""
         self.copies = 0
         self.preemptions = 0
+        self.tokens_lost = 0
+        """Computed tokens that preemptions took."""
+        self.tokens_back = 0
+        """Of those, how many the cache gave back at the resumption; never part of the hit rate."""
         self.refused = 0
         self.output_tokens = 0
         self.latest_lookup: int | None = None

@@ -278,7 +278,8 @@ def figures(state: DashboardState) -> list[str]:
         f"{rate(state.output_tokens / max(state.t, 1e-9), 'tok/s')}",
         f"prefix cache: {NONE if hit is None else percent(hit)} of {count(state.query_tokens)} prompt tokens read, "
         f"{count(state.evictions)} blocks evicted",
-        f"{count(state.preemptions)} preemptions, {count(state.refused)} refused",
+        f"{count(state.preemptions)} preemptions lost {count(state.tokens_lost)} tokens, of which the cache gave "
+        f"{count(state.tokens_back)} back; {count(state.refused)} refused",
     ]
     for name, values in (("first token", ttft), ("between tokens", itl)):
         p50, p99 = (percentile(values, q) for q in (50, 99))

@@ -6,6 +6,7 @@ motion stretched add to no latency.
 
 from __future__ import annotations
 
+from bisect import insort
 from typing import Any
 
 from engine import events as ev
@@ -70,8 +71,21 @@ class RequestRules(Facts):
             conversation=e.conversation,
             slow=self._slow,
         )
-        self.waiting.append(e.request_id)
+        self._wait(self.requests[e.request_id])
         self._moment("queued", request_id=e.request_id)
+
+    def _wait(self, view: RequestView, at_front: bool = False) -> None:
+        """Into the waiting ones, in the order in which the engine will admit them."""
+        if self.started is not None and self.started.knobs.get("scheduling_policy") == "priority":
+            insort(self.waiting, view.request_id, key=self._rank)
+        elif at_front:
+            self.waiting.insert(0, view.request_id)
+        else:
+            self.waiting.append(view.request_id)
+
+    def _rank(self, request_id: int) -> tuple[int, float, int]:
+        view = self.requests[request_id]
+        return view.priority, view.t_arrival, request_id
 
     def _on_lookup(self, e: ev.PrefixLookup) -> None:
         view = self.requests.get(e.request_id)
@@ -114,6 +128,9 @@ class RequestRules(Facts):
         sequence.evicted_ids = []
         if e.resumed:
             view.resumed += 1
+            back = min(e.cached_tokens, view.tokens_lost - view.tokens_back)
+            view.tokens_back += back
+            self.tokens_back += back
         else:
             view.t_admitted = self.t
             view.cached_tokens = e.cached_tokens
@@ -133,9 +150,10 @@ class RequestRules(Facts):
         view.phase, view.chunk, view.num_computed = "preempted", None, 0
         view.preemptions += 1
         view.tokens_lost += e.tokens_lost
+        self.tokens_lost += e.tokens_lost
         drop(self.running, e.request_id)
         drop(self.waiting, e.request_id)
-        self.waiting.insert(0, e.request_id)
+        self._wait(view, at_front=True)
         self._moment("preempted", request_id=e.request_id, detail=f"{e.tokens_lost} tokens lost")
 
     def _on_finished(self, e: ev.RequestFinished) -> None:

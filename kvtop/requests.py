@@ -96,6 +96,9 @@ class RequestView:
 
     preemptions: int = 0
     tokens_lost: int = 0
+    """Computed tokens that preemptions took from it."""
+    tokens_back: int = 0
+    """Of those, how many it read from the cache when it resumed; the rest is computed again."""
     resumed: int = 0
     """Admissions after a preemption."""
     evicted_ids: list[int] = field(default_factory=list)
@@ -172,6 +175,8 @@ class RequestView:
             else None,
             "preemptions": usage.preemptions if usage else self.preemptions,
             "recomputed_tokens": usage.recomputed_tokens if usage else 0,
+            "lost_tokens": self.tokens_lost if self.preemptions else None,
+            "returned_tokens": self.tokens_back if self.preemptions else None,
             "logprobs": self.logprobs or None,
             "error": self.error,
         }

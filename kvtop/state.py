@@ -109,6 +109,12 @@ class DashboardState(PoolRules, RequestRules):
             "prefix_cache": cache,
             "evictions": self.evictions,
         }
+        if self.preemptions:
+            out["preemptions"] = {
+                "count": self.preemptions,
+                "lost_tokens": self.tokens_lost,
+                "returned_tokens": self.tokens_back,
+            }
         if self.losses:
             out["losses"] = self.losses
         return out

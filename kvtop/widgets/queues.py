@@ -52,7 +52,8 @@ class QueuesPanel(Scrolling):
         ("TTFT", "From arrival to the first token, ms."),
         (
             "right column",
-            "Why the head of the queue waits (blocks needed, blocks free), or how a request ended.",
+            "Why the head of the queue waits (blocks needed, blocks free), how a request ended, or how often it "
+            "was preempted and how much of what it lost the cache gave back.",
         ),
     )
 
@@ -134,7 +135,8 @@ class QueuesPanel(Scrolling):
         if view.phase == "queued":
             return f"waits {duration(max(0.0, now - view.t_arrival))}", muted
         if view.preemptions:
-            return f"preempted {view.preemptions}×", self.ink("evicted")
+            back = f", {percent(view.tokens_back, view.tokens_lost)} back" if view.resumed else ""
+            return f"preempted {view.preemptions}×{back}", self.ink("evicted")
         return "", muted
 
 

@@ -1,6 +1,9 @@
-"""The policy: budget, chunks, admission, preemption. First come, first served; priorities come later."""
+"""The policy: budget, chunks, admission, preemption. First come, first served, unless by priority."""
 
 from __future__ import annotations
+
+import random
+from typing import Any
 
 import pytest
 
@@ -72,12 +75,23 @@ def test_long_prompts_share_the_budget_in_chunks_and_decodes_come_first() -> Non
 
 @pytest.mark.conformance(63)
 def test_the_threshold_spares_a_lone_request_and_binds_as_soon_as_another_waits() -> None:
-    """We have no adaptive floor of the threshold."""
     rig = Rig(num_blocks=200, max_num_batched_tokens=1024, long_prefill_token_threshold=400)
     rig.add(prompt(2500), 5)
     assert rig.step() == {0: 1024}
     rig.add(prompt(10, 1), 5)
     assert rig.step() == {0: 400, 1: 10}
+
+
+@pytest.mark.conformance(63)
+def test_an_adaptive_threshold_is_at_least_an_equal_share_of_the_budget() -> None:
+    knobs = {"long_prefill_token_threshold": 400, "long_prefill_token_threshold_adaptive": True}
+    rig = Rig(num_blocks=700, max_num_batched_tokens=1024, **knobs)
+    rig.add(prompt(2500), 5)
+    rig.add(prompt(10, 1), 5)
+    assert rig.step() == {0: 1024 // 2, 1: 10}
+    for family in (2, 3):
+        rig.add(prompt(2500, family), 5)
+    assert rig.step() == {0: 400, 1: 1, 2: 400, 3: 1024 - 801}  # a share of four would be 256
 
 
 @pytest.mark.conformance(64)
@@ -419,3 +433,187 @@ def test_a_branch_that_ends_before_its_siblings_is_retired() -> None:
     assert plan is not None and plan.retired == [0] and [r.seq for r in plan.rows] == [child]
     rig.core.finish(plan, rig.runner.execute(plan))
     rig.check()
+
+
+# ------------------------------------------------------------------------------------ by priority
+
+
+def by_priority(**knobs: Any) -> Rig:
+    return Rig(scheduling_policy="priority", **knobs)
+
+
+@pytest.mark.conformance(74)
+def test_admission_goes_by_priority_then_by_arrival() -> None:
+    rig = by_priority()
+    for i, priority in enumerate((2, 0, 1)):
+        rig.add(prompt(20, i), 2, priority=priority)
+    rig.run()
+    assert [e.request_id for e in rig.events(RequestAdmitted)] == [1, 2, 0]
+
+
+@pytest.mark.conformance(74)
+def test_limited_places_go_to_the_best_and_the_rest_stays_in_order() -> None:
+    rig = by_priority(max_num_seqs=2)
+    for i, priority in enumerate((4, -3, 0, 0, -3, 2)):
+        rig.add(prompt(20, i), 3, priority=priority)
+    rig.step()
+    assert [r.request_id for r in rig.core.scheduler.running] == [1, 4]
+    assert [r.request_id for r in rig.core.scheduler.waiting] == [2, 3, 5, 0]
+    rig.run()
+    assert rig.ended == [1, 4, 2, 3, 5, 0]
+
+
+@pytest.mark.conformance(74)
+def test_a_drain_over_many_priorities_admits_in_order() -> None:
+    rig, r = by_priority(max_num_seqs=1), random.Random(5)
+    requests = [rig.add(prompt(5, i), 1, priority=r.randint(-3, 4)) for i in range(60)]
+    rig.run()
+    want = sorted(requests, key=lambda q: (q.priority, q.request_id))
+    assert rig.ended == [q.request_id for q in want]
+
+
+@pytest.mark.conformance(75)
+def test_priority_preempts_nobody_merely_to_admit() -> None:
+    rig = by_priority(num_blocks=11, max_num_seqs=2)
+    rig.add(prompt(70), 4, priority=5)
+    rig.add(prompt(70, 1), 4, priority=5)
+    rig.step()
+    rig.add(prompt(5, 2), 2, priority=-5)  # no place, and of ten blocks none is free
+    rig.step()
+    assert not rig.events(RequestPreempted)
+    rig.run()
+    assert not rig.events(RequestPreempted) and rig.ended == [0, 1, 2]
+
+
+@pytest.mark.conformance(76)
+def test_the_victim_is_the_last_by_priority_and_arrival_wherever_it_runs() -> None:
+    rig = by_priority(num_blocks=17)
+    worst = rig.add(prompt(80), 10, priority=9)
+    rig.step()
+    good, best = rig.add(prompt(80, 1), 10, priority=1), rig.add(prompt(80, 2), 10)
+    rig.step()
+    assert [r.request_id for r in rig.core.scheduler.running] == [
+        0,
+        2,
+        1,
+    ]
+    assert rig.pool.num_available == 0
+    while not rig.events(RequestPreempted):
+        rig.step()
+    assert [e.request_id for e in rig.events(RequestPreempted)] == [worst.request_id]
+    rig.run()
+    for request in (worst, good, best):
+        assert rig.answer(request) == rig.truth(request, 10)
+
+
+@pytest.mark.conformance(76)
+def test_a_victim_that_had_its_turn_costs_nobody_his() -> None:
+    """A (the worst) is scheduled, B needs a block and takes A's; C after B still gets its turn."""
+    rig = by_priority(num_blocks=11, block_size=4)
+    a = rig.add(prompt(13), 20, priority=9)
+    rig.step()
+    b, c = rig.add(prompt(12, 1), 20, priority=1), rig.add(prompt(9, 2), 20, priority=1)
+    rig.step()
+    assert rig.pool.num_available == 0
+    assert rig.step() == {1: 1, 2: 1} and a.status is Status.PREEMPTED
+    rig.run()
+    for request in (a, b, c):
+        assert rig.answer(request) == rig.truth(request, 20)
+
+
+@pytest.mark.conformance(77)
+def test_who_preempts_itself_does_not_stop_the_others() -> None:
+    rig = by_priority(num_blocks=9, block_size=4)
+    self_victim = rig.add(prompt(15), 9, priority=9)
+    rig.step()
+    other = rig.add(prompt(14, 1), 9)
+    rig.step()
+    assert rig.pool.num_available == 0
+    assert rig.step() == {1: 1}  # the first in line needs a ninth block and is the last by priority
+    assert self_victim.status is Status.PREEMPTED
+    rig.run()
+    assert rig.answer(other) == rig.truth(other, 9) and rig.answer(self_victim) == rig.truth(self_victim, 9)
+
+
+# ------------------------------------------------------------------------- watermark and the queue
+
+
+@pytest.mark.conformance(80)
+def test_an_admission_leaves_the_watermark_unless_nothing_runs() -> None:
+    rig = Rig(num_blocks=11, watermark=0.3)
+    rig.add(prompt(16 * 8), 40)  # eight of ten blocks: nothing runs, the watermark does not count
+    assert rig.step() == {0: 128}
+    late = rig.add(prompt(5, 1), 2)
+    for _ in range(30):
+        rig.step()
+        assert late in rig.core.scheduler.waiting
+    blocked = rig.events(AdmissionBlocked)[0]  # one is free, three are kept
+    assert (blocked.need, blocked.free, blocked.reason) == (1, 0, "watermark")
+    assert not rig.events(RequestPreempted)  # what runs may use what is kept free
+    rig.run()
+    assert rig.answer(late) == rig.truth(late, 2)
+
+
+def test_a_full_queue_refuses_and_says_so() -> None:
+    rig = Rig(max_num_seqs=1, max_num_queued_requests=2, max_num_queued_tokens=60)
+    first = rig.add(prompt(20), 2)
+    rig.step()
+    second, third = rig.add(prompt(30, 1), 2), rig.add(prompt(31, 2), 2)
+    rig.check()
+    assert rig.finished(third).reason == "refused"
+    assert rig.finished(third).error == (
+        "the queue is full: 30 tokens wait, with 31 more they would exceed --max-num-queued-tokens (60)"
+    )
+    fourth, fifth = rig.add(prompt(5, 3), 2), rig.add(prompt(5, 4), 2)
+    rig.check()
+    assert rig.finished(fifth).error == "the queue is full: 2 requests wait, --max-num-queued-requests is 2"
+    rig.run()
+    for request in (first, second, fourth):
+        assert rig.answer(request) == rig.truth(request, 2)
+
+
+# ----------------------------------------------------------------------- a running prefill looks again
+
+
+def test_two_equal_long_prompts_compute_and_hold_their_blocks_once() -> None:
+    rig = Rig(num_blocks=200, max_num_batched_tokens=512, long_prefill_token_threshold=100)
+    first, second = rig.add(prompt(900), 3), rig.add(prompt(900), 3)
+    computed = 0
+    while not first.num_output or not second.num_output:
+        computed += sum(rig.step().values())
+    assert computed < 900 + 3 * 16 + 4  # each lacks only blocks that were cut by a chunk's end
+    a, b = (r.branches[0].table for r in (first, second))
+    assert sum(x != y for x, y in zip(a, b, strict=True)) == 1
+    rig.run()
+    assert rig.answer(first) == rig.answer(second) == rig.truth(first, 3)
+    assert len(rig.events(PrefixLookup)) == 2  # only admissions are told, so the hit rate stays
+    assert rig.usage(first).cached_tokens == 0 and rig.usage(second).cached_tokens == 96
+
+
+def test_without_looking_again_they_do_not() -> None:
+    rig = Rig(num_blocks=200, max_num_batched_tokens=512, long_prefill_token_threshold=100)
+    rig.core.scheduler.looks_again = False
+    requests = [rig.add(prompt(900), 3) for _ in range(2)]
+    computed = 0
+    while not all(r.num_output for r in requests):
+        computed += sum(rig.step().values())
+    assert computed > 1700
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_who_found_blocks_that_will_not_be_written_goes_with_their_writer(early: bool) -> None:
+    rig = Rig(num_blocks=200, max_num_batched_tokens=512, long_prefill_token_threshold=100)
+    first, second = rig.add(prompt(900), 3), rig.add(prompt(900), 3)
+    rig.step()
+    plan = rig.core.begin()
+    assert plan is not None and len(plan.rows) == 2
+    writer = plan.rows[0].seq.request
+    output = None if early else rig.runner.execute(plan)
+    rig.core.abort(writer.request_id)
+    if early:
+        rig.core.prune(plan)
+    rig.core.finish(plan, output or rig.runner.execute(plan))
+    rig.check()
+    other = second if writer is first else first
+    rig.run()
+    assert rig.answer(other) == rig.truth(other, 3)

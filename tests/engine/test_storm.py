@@ -31,6 +31,7 @@ class Storm:
 
     def __init__(self, seed: int, num_blocks: int | None = None, block_size: int | None = None) -> None:
         r = self.random = random.Random(seed)
+        knobs = self.knobs = random.Random(-seed - 1)
         self.block_size = block_size or r.choice([1, 2, 4, 16])
         self.num_blocks = num_blocks or r.randint(6, 40)
         self.fail: str | None = None
@@ -48,6 +49,9 @@ class Storm:
             enable_chunked_prefill=chunked,
             enable_prefix_caching=r.random() < 0.9,
             long_prefill_token_threshold=r.choice([0, 0, 5]),
+            long_prefill_token_threshold_adaptive=knobs.random() < 0.3,
+            scheduling_policy=knobs.choice(["fcfs", "priority"]),
+            watermark=knobs.choice([0.0, 0.0, 0.25]),
         )
         self.mirror = Mirror(self.num_blocks, self.block_size)
         self.batches: list[StepBatch] = []
@@ -85,7 +89,9 @@ class Storm:
         n = r.choice([1, 1, 1, 2, 3, 4])
         params = SamplingParams(max_tokens=r.randint(1, 3 * self.block_size + 4), temperature=0, n=n)
         salt = r.choice([None, None, None, "a"])
-        request = self.core.add_request(next(self.ids), prompt, params, salt=salt)
+        request = self.core.add_request(
+            next(self.ids), prompt, params, salt=salt, priority=self.knobs.randint(-3, 4)
+        )
         self.requests[request.request_id] = request
         for s in request.branches:
             self.branch_points[s.seq_id] = [(0, 0)]

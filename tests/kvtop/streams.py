@@ -38,7 +38,10 @@ def started(runner: ToyRunner, config: EngineConfig, hash_seed: int) -> ev.Engin
         hash_seed=hash_seed,
         epoch=1.7e9,
         max_model_len=runner.max_model_len,
-        knobs={"enable_prefix_caching": config.enable_prefix_caching},
+        knobs={
+            "enable_prefix_caching": config.enable_prefix_caching,
+            "scheduling_policy": config.scheduling_policy,
+        },
     )
 
 
@@ -52,6 +55,7 @@ class Storm:
         num_blocks: int | None = None,
         block_size: int | None = None,
         sink: Callable[[ev.StepBatch], None] = lambda batch: None,
+        **knobs: Any,
     ) -> None:
         r = self.random = random.Random(seed)
         self.batches: list[ev.StepBatch] = []
@@ -70,6 +74,7 @@ class Storm:
             max_num_batched_tokens=r.randint(seqs + 1, 40),
             max_num_seqs=seqs,
             enable_prefix_caching=r.random() < 0.95,
+            **knobs,
         )
         ticks = count(1)
         self.log = EventLog(lambda: next(ticks) * 1e-3, self._take)
@@ -99,6 +104,7 @@ class Storm:
             prompt,
             SamplingParams(max_tokens=max_tokens, temperature=0, **more),
             salt=salt,
+            priority=rid % 4,
             spans=[(0, len(prompt), "user", "")],
         )
         return rid

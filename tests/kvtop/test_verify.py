@@ -48,6 +48,24 @@ def test_every_storm_verifies(seed: int) -> None:
     assert report.snapshots > 1
 
 
+@pytest.mark.parametrize("seed", range(10))
+def test_storms_over_every_policy_verify_and_the_state_keeps_their_queue(seed: int) -> None:
+    knobs = {"long_prefill_token_threshold": 5, "watermark": 0.2, "scheduling_policy": "priority"}
+    storm = Storm(seed, **knobs)
+    state = DashboardState(strict=True)
+    storm._sink = state.apply
+    for batch in storm.batches:
+        state.apply(batch)
+    for _ in range(200):
+        storm.act()
+        storm.core.flush()
+        assert state.waiting == [q.request_id for q in storm.core.scheduler.waiting]
+        assert state.running == [q.request_id for q in storm.core.scheduler.running]
+    storm.drain()
+    assert verify_batches(storm.stop()).violations == []
+    assert 0 <= state.tokens_back <= state.tokens_lost
+
+
 @pytest.mark.parametrize("redact", [False, True])
 def test_a_recording_verifies_from_its_file(tmp_path: Path, redact: bool) -> None:
     batches = rich_stream()

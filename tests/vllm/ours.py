@@ -50,6 +50,7 @@ class Ours:
             EventLog(lambda: next(ticks) * 1e-3, self._take),
             hash_seed=HASH_SEED,
         )
+        self.core.scheduler.looks_again = False  # vLLM asks the cache at the admission alone
         self._pool = self.core.paging.pool
         self._plan: Plan | None = None
         self._request_of: dict[int, int] = {}
