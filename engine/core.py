@@ -11,11 +11,13 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import count
 from typing import Any, Literal
 
+from engine.beam import BeamSearch
 from engine.blocks import BlockPool
 from engine.config import EngineConfig, SetupError
 from engine.detok import Detokenizer, TokenBytes
 from engine.event_log import EventLog
 from engine.events import (
+    BeamPruned,
     EngineError,
     PoolSnapshot,
     RequestFinished,
@@ -37,6 +39,9 @@ from engine.runner import Logprob, ModelRunner, Plan, Row, StepOutput
 from engine.scheduler import Scheduler
 from engine.sequence import Request, Status
 from engine.sequence import Sequence as Branch
+
+PRUNED = "pruned"
+"""finish_reason of a beam that was dropped; its request goes on without it."""
 
 Finish = Callable[[Request], None]
 
@@ -164,6 +169,13 @@ class EngineCore:
         if self._token_bytes is not None:
             branch.detok = Detokenizer(self._visible_bytes, params.stop)
         request.branches.append(branch)
+        if params.beam_width > 1:
+            most = min(params.max_tokens, self.runner.max_model_len - request.prompt_tokens)
+            final = request.eos_token_ids | frozenset(params.stop_token_ids)
+            request.search = BeamSearch(
+                params.beam_width, most, final, params.length_penalty, params.early_stopping
+            )
+            request.search.begin(branch.seq_id)
         self.requests[request_id] = request
         self.scheduler.add(request)
         return request
@@ -180,7 +192,7 @@ class EngineCore:
         if tokens == 0:
             return "the prompt is empty: give at least one token"
         if tokens < limit:
-            return self._too_wide(tokens, params) if params.n > 1 else None
+            return self._too_wide(tokens, params) if params.n > 1 or params.beam_width > 1 else None
         size, blocks = self.paging.block_size, self._pool.num_usable
         why = f", which is what {blocks:,} blocks of {size} hold" if limit == blocks * size else ""
         return f"the prompt has {tokens:,} tokens, the context {limit:,}{why}, one of output included: shorten it"
@@ -201,21 +213,21 @@ class EngineCore:
         )
 
     def _too_wide(self, tokens: int, params: SamplingParams) -> str | None:
-        """Why `n` samples of this prompt could never run to their ends."""
-        if params.n > self.scheduler.max_num_seqs:
+        """Why `n` samples or the beams of this prompt could never run to their ends."""
+        width = max(params.n, params.beam_width)
+        who = f"n = {width:,} samples" if params.n > 1 else f"{width:,} beams"
+        if width > self.scheduler.max_num_seqs:
             most = self.scheduler.max_num_seqs
-            return (
-                f"n = {params.n:,} samples run at once, --max-num-seqs is {most:,}: ask for fewer or raise it"
-            )
+            return f"{who} run at once, --max-num-seqs is {most:,}: ask for fewer or raise it"
         size = self.paging.block_size
         shared = tokens // size
         tail = -(-min(self.runner.max_model_len, tokens + params.max_tokens) // size) - shared
-        need = shared + params.n * tail
+        need = shared + width * tail
         if need <= self._pool.num_usable:
             return None
-        sum_ = f"{shared:,} of the prompt and {params.n:,} x {tail:,} of their own"
+        sum_ = f"{shared:,} of the prompt and {width:,} x {tail:,} of their own"
         return (
-            f"n = {params.n:,} samples take {need:,} blocks ({sum_}), the pool has {self._pool.num_usable:,}: "
+            f"{who} take {need:,} blocks ({sum_}), the pool has {self._pool.num_usable:,}: "
             "ask for fewer or lower max_tokens"
         )
 
@@ -234,7 +246,7 @@ class EngineCore:
         request = parent.request
         if request.status is not Status.RUNNING or parent.finish_reason or not parent.table:
             return None
-        if request.fans_out:
+        if request.fans_out or request.search:
             return None
         most = min(self.runner.max_model_len, request.prompt_tokens + request.params.max_tokens)
         blocks = -(-most // self.paging.block_size) * (len(request.branches) + 1)
@@ -341,19 +353,28 @@ class EngineCore:
         # A row that was dropped since begin (abort, preemption) counts as not executed.
         kept = [self.scheduler.is_scheduled(row) for row in plan.rows]
         bad = {plan.rows[i].seq.request: None for i in output.bad_rows if kept[i]}
-        executed = [
-            (row, [] if row.seq.request in bad else new)
-            for row, new, keep in zip(plan.rows, output.token_ids, kept, strict=True)
-            if keep
-        ]
-        told: list[Logprob | None] = [
-            p
-            for i, row in enumerate(plan.rows)
-            if kept[i] and row.seq.request not in bad
-            for p in output.logprobs.get(i, [None] * len(output.token_ids[i]))
-        ]
+        searches: dict[Request, BeamSearch] = {}
+        for i, row in enumerate(plan.rows):
+            request = row.seq.request
+            if row.top and kept[i] and request not in bad and request.search is not None:
+                (offered,) = output.logprobs[i]
+                request.search.offer(row.seq.seq_id, offered.top_ids, offered.top)
+                searches[request] = request.search
         self.scheduler.step_done()
-        advanced = [one for row, new in executed for one in self._advance(row, new, now)]
+        advanced: list[tuple[Branch, list[int], str]] = []
+        told: list[tuple[int, int, Logprob]] = []
+        for i, row in enumerate(plan.rows):
+            if not kept[i]:
+                continue
+            plain = not row.top and row.seq.request not in bad
+            rows = self._advance(row, output.token_ids[i] if plain else [], now)
+            advanced += rows
+            tokens = [(seq.seq_id, token) for seq, new, _ in rows for token in new]
+            probabilities = output.logprobs.get(i, ()) if plain else ()
+            told += [(*one, p) for one, p in zip(tokens, probabilities, strict=False)]
+        pruned: list[Branch] = []
+        for request, search in searches.items():
+            pruned += self._move_beams(request, search, advanced, now)
         token_ids = [token for _, new, _ in advanced for token in new]
         self._show_pieces(token_ids)
         self.events.append(
@@ -365,9 +386,14 @@ class EngineCore:
                 [text for _, _, text in advanced],
             )
         )
-        self._tell_logprobs([(seq.seq_id, token) for seq, new, _ in advanced for token in new], told)
+        self._tell_logprobs(told)
+        for seq in pruned:
+            self.events.append(BeamPruned(seq.request.request_id, seq.seq_id))
+            self.scheduler.retire(seq)
         done: dict[Request, None] = {}
         for seq, _, _ in advanced:
+            if seq.finish_reason == PRUNED:
+                continue
             request = seq.request
             if request not in bad:
                 # After the stop check: what was hashed is exactly what was computed.
@@ -377,6 +403,7 @@ class EngineCore:
                     self.scheduler.retire(seq)
                 else:
                     done[request] = None
+        done |= {request: None for request, search in searches.items() if search.over}
         for request in done:
             self._finish(request, request.branches[0].finish_reason or "stop")
         for request in bad:
@@ -385,9 +412,8 @@ class EngineCore:
                 request, "error", "the model gave NaN or infinite logits; its cached blocks were dropped"
             )
 
-    def _tell_logprobs(self, sampled: list[tuple[int, int]], told: list[Logprob | None]) -> None:
-        """sampled: (sequence id, token) of every token of the step; told: beside each, where its request asks."""
-        rows = [(i, token, p) for (i, token), p in zip(sampled, told, strict=True) if p is not None]
+    def _tell_logprobs(self, rows: list[tuple[int, int, Logprob]]) -> None:
+        """(sequence id, token, what the model thought of it) where a request asks."""
         if not rows:
             return
         self._show_pieces([token for _, _, p in rows for token in p.top_ids])
@@ -411,8 +437,52 @@ class EngineCore:
         seq.high_computed = max(seq.high_computed, end)
         if not row.branches or not new:
             return [(seq, new, self._extend(seq, new, now))]
+        seq.request.parted = True
         branches = [seq, *(self._fork(seq) for _ in new[1:])]
         return [(b, [token], self._extend(b, [token], now)) for b, token in zip(branches, new, strict=True)]
+
+    def _move_beams(
+        self,
+        request: Request,
+        search: BeamSearch,
+        advanced: list[tuple[Branch, list[int], str]],
+        now: float,
+    ) -> list[Branch]:
+        """One step of a beam search, once every beam has offered its continuations: extends and forks
+        branches (in `advanced`, too). Returns those that are dropped, marked as such."""
+        beams = request.live
+        # After a preemption the beams catch up one by one; the first ones wait.
+        if any(s.num_computed < len(s) or not search.has_offered(s.seq_id) for s in beams):
+            return []
+        request.parted = True
+        by_id = {s.seq_id: s for s in request.branches}
+        length = len(beams[0]) - request.prompt_tokens
+        moves, displaced = search.step([s.seq_id for s in beams], length)
+        for seq in beams:  # before the forks, which then share what is published
+            self.paging.publish(seq, seq.num_computed)
+        # The first move of a beam takes its own branch; all others fork before any of them is extended.
+        taken: set[int] = set()
+        heirs: list[Branch] = []
+        for move in moves:
+            parent = by_id[move.parent]
+            heirs.append(self._fork(parent) if move.parent in taken else parent)
+            taken.add(move.parent)
+        place = {seq: i for i, (seq, _, _) in enumerate(advanced)}
+        for move, seq in zip(moves, heirs, strict=True):
+            search.moved(move, seq.seq_id, length)
+            row = (seq, [move.token], self._extend(seq, [move.token], now))
+            if seq in place:
+                advanced[place[seq]] = row
+            else:
+                advanced.append(row)
+        pruned = [s for s in beams if s.seq_id not in taken] + [by_id[i] for i in displaced]
+        if search.over:
+            best = search.hypotheses[0].seq_id
+            pruned += [s for s in request.branches if s.seq_id != best and s not in pruned]
+        for seq in pruned:
+            seq.finish_reason = PRUNED
+        request.branches = [s for s in request.branches if s.finish_reason != PRUNED]
+        return pruned
 
     def _extend(self, seq: Branch, new: list[int], now: float) -> str:
         text = ""

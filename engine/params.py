@@ -11,6 +11,8 @@ from dataclasses import dataclass, fields, replace
 from math import isfinite
 from typing import Any
 
+from engine.beam import EarlyStopping
+
 MOST_LOGPROBS = 20
 
 
@@ -22,6 +24,13 @@ class SamplingParams:
     """Most tokens to generate, at least 1; of each sample."""
     n: int = 1
     """Samples of one prompt, which hold its blocks once; sample b draws as branch b of the seed."""
+    beam_width: int = 1
+    """Over 1: beam search with so many beams; the best hypothesis is the answer, nothing is drawn."""
+    length_penalty: float = 1.0
+    """Of beam search: a hypothesis scores its log probability / its length to this power, -10 to 10."""
+    early_stopping: EarlyStopping = "no"
+    """Of beam search: `yes` with beam_width hypotheses, `no` when the best beam cannot beat them as long as it
+    is, `never` when it cannot at any length."""
     temperature: float | None = None
     """0 is greedy; None takes the model's default, else greedy."""
     top_k: int | None = None
@@ -98,6 +107,21 @@ class SamplingParams:
         need(all(i >= 0 for w in self.bad_word_ids for i in w), "bad_word_ids must be 0 or more")
         k = self.logprobs
         need(k is None or 0 <= k <= MOST_LOGPROBS, f"logprobs must be from 0 to {MOST_LOGPROBS}, not {k}")
+        w = self.beam_width
+        need(1 <= w <= 256, f"beam_width must be between 1 and 256, not {w}")
+        need(
+            -10 <= self.length_penalty <= 10,
+            f"length_penalty must be from -10 to 10, not {self.length_penalty}",
+        )
+        e = self.early_stopping
+        need(e in ("no", "yes", "never"), f"early_stopping must be no, yes or never, not {e!r:.40}")
+        if w > 1:
+            plain = self.n == 1 and not self.stop and self.logprobs is None
+            shaped = self.shapes_logits or bool(self.bad_words)
+            need(
+                plain and not shaped,
+                "beam_width over 1 goes with neither n, stop texts, penalties nor logprobs",
+            )
         s = self.seed
         need(s is None or 0 <= s < 2**63, f"seed must be between 0 and 2**63 - 1, not {s}")
 

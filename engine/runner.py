@@ -23,6 +23,8 @@ class Row:
     n: int
     sample: bool
     branches: tuple[int, ...] = ()
+    top: int = 0
+    """A beam: nothing is drawn, the log probabilities of so many likeliest tokens are told."""
 
     @property
     def draws(self) -> tuple[int, ...]:
@@ -53,7 +55,8 @@ class Logprob(NamedTuple):
 class StepOutput:
     """token_ids: per row one for each of its draws, empty where nothing was sampled. bad_rows: rows whose
     logits were not finite (their token_ids are empty). logprobs: row -> one for each of its token_ids,
-    where the request asks. Times in seconds."""
+    where the request asks; of a beam the one that was asked for, beside a token that does not count.
+    Times in seconds."""
 
     token_ids: list[list[int]]
     bad_rows: list[int] = field(default_factory=list)

@@ -222,8 +222,10 @@ class Scheduler:
     def _add_row(self, seq: Sequence, n: int) -> None:
         end = seq.num_computed + n
         sample = end == len(seq.tokens)
-        parting = tuple(range(seq.request.params.n)) if sample and seq.request.fans_out else ()
-        self._rows[seq] = Row(seq, seq.num_computed, n, sample, parting)
+        request = seq.request
+        parting = tuple(range(request.params.n)) if sample and request.fans_out else ()
+        top = request.search.candidates if sample and request.search else 0
+        self._rows[seq] = Row(seq, seq.num_computed, n, sample, parting, top)
         self._left -= n
         if not seq.is_decoding:
             self.paging.publish(seq, min(end, seq.num_known))

@@ -12,6 +12,7 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from enum import IntEnum
 
+from engine.beam import BeamSearch
 from engine.detok import Detokenizer
 from engine.params import SamplingParams
 
@@ -104,6 +105,10 @@ class Request:
 
     status: Status = Status.WAITING
     branches: list[Sequence] = field(default_factory=list)
+    """Those that ended included; of a beam search without the pruned ones, in the end the best alone."""
+    parted: bool = False
+    """Its prompt is computed, and its samples or beams are branches of their own."""
+    search: BeamSearch | None = None
     t_admitted: float | None = None
     t_first_token: float | None = None
     t_last_token: float | None = None
@@ -127,12 +132,14 @@ class Request:
 
     @property
     def fans_out(self) -> bool:
-        """Its samples are still one branch: they part at the prompt's first sampled token."""
-        return len(self.branches) < self.params.n
+        """Its samples or beams are still one branch: they part at the prompt's first sampled token."""
+        return not self.parted and (self.params.n > 1 or self.search is not None)
 
     @property
     def width(self) -> int:
         """Sequences that it runs at once, or will once its prompt is computed."""
+        if self.search is not None:
+            return self.search.width
         return self.params.n if self.fans_out else len(self.live)
 
     @property

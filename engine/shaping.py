@@ -112,7 +112,7 @@ class Logprobs:
 
     def __init__(self, logits: Tensor, rows: Sequence[Row]) -> None:
         """logits [L, vocab] of `rows`."""
-        asked = {i: row.seq.request.params.logprobs for i, row in enumerate(rows)}
+        asked = {i: row.top or row.seq.request.params.logprobs for i, row in enumerate(rows)}
         self._asked = {i: k for i, k in asked.items() if k is not None}
         if self._asked:
             wide = logits[list(self._asked)]

@@ -16,7 +16,7 @@ from engine.config import EngineConfig, SetupError
 from engine.cost import Cost, Work
 from engine.events import DeviceSample
 from engine.kv_shape import KvShape
-from engine.runner import Plan, Row, StepOutput
+from engine.runner import Logprob, Plan, Row, StepOutput
 from engine.start import Built, Progress
 from engine.synthetic import Language, SyntheticTokenizer
 
@@ -177,6 +177,7 @@ class SimulatedRunner:
         for row in rows:
             row.seq.table_changed_from = len(row.seq.table)
         token_ids = [[self._next(row, branch) for branch in row.draws] for row in rows]
+        logprobs = {i: [self._beam(row)] for i, row in enumerate(rows) if row.top}
         self._busy += time.gpu
         self._moved += time.moved
         self._clock.advance(time.total)
@@ -186,6 +187,7 @@ class SimulatedRunner:
             t_forward=time.forward,
             t_sample=time.sample,
             t_gpu=time.gpu,
+            logprobs=logprobs,
         )
 
     def sample(self) -> DeviceSample:
@@ -200,6 +202,12 @@ class SimulatedRunner:
         copies = machine.count / min(machine.count, shape.kv_heads)
         kv = int(self.num_blocks * self.bytes_per_block * copies)
         return DeviceSample(memory=self.weights_bytes + kv, memory_total=machine.memory, **known)
+
+    def _beam(self, row: Row) -> Logprob:
+        """Continuations that fall by an even step: one beam leads, the others stay close."""
+        tokens = dict.fromkeys(self._next(row, row.seq.branch + i) for i in range(4 * row.top))
+        ids = list(tokens)[: row.top]
+        return Logprob(0.0, ids, [-0.5 - 0.1 * i for i in range(len(ids))])
 
     def _next(self, row: Row, branch: int) -> int:
         request = row.seq.request

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from xxhash import xxh3_64_intdigest
 
-from engine.runner import Plan, StepOutput
+from engine.runner import Logprob, Plan, StepOutput
 
 
 class ToyFault(RuntimeError):
@@ -24,6 +24,13 @@ def next_token(tokens: np.ndarray, positions: np.ndarray, branch: int, vocab_siz
     """The toy language: depends on every token, its position and the branch. int32 arrays [n]."""
     data = tokens.astype("<i4").tobytes() + positions.astype("<i4").tobytes()
     return xxh3_64_intdigest(data, seed=branch) % vocab_size
+
+
+def next_logprobs(tokens: np.ndarray, positions: np.ndarray, vocab_size: int) -> np.ndarray:
+    """The toy language's log probabilities [vocab_size] for beams: as easily upset by any wrong token."""
+    data = tokens.astype("<i4").tobytes() + positions.astype("<i4").tobytes()
+    logits = np.random.default_rng(xxh3_64_intdigest(data)).standard_normal(vocab_size)
+    return np.asarray(logits - np.log(np.exp(logits).sum()))
 
 
 def expected(prompt: Sequence[int], count: int, vocab_size: int, branch: int = 0) -> list[int]:
@@ -85,6 +92,7 @@ class ToyRunner:
             self._kv[blocks, at % self.block_size, 1] = at
         self._fault(plan.step, "after")
         token_ids: list[list[int]] = []
+        logprobs: dict[int, list[Logprob]] = {}
         bad_rows = []
         for i, row in enumerate(plan.rows):
             if not row.sample or self._bad(row.seq.seq_id):
@@ -95,4 +103,8 @@ class ToyRunner:
             at = np.arange(row.start + row.n)
             kv = self._kv[np.array(self._tables[row.seq.seq_id])[at // self.block_size], at % self.block_size]
             token_ids.append([next_token(kv[:, 0], kv[:, 1], b, self.vocab_size) for b in row.draws])
-        return StepOutput(token_ids, bad_rows)
+            if row.top:
+                all_ = next_logprobs(kv[:, 0], kv[:, 1], self.vocab_size)
+                ids = np.argsort(-all_, kind="stable")[: row.top].tolist()
+                logprobs[i] = [Logprob(all_[token_ids[-1][0]], ids, all_[ids].tolist())]
+        return StepOutput(token_ids, bad_rows, logprobs=logprobs)

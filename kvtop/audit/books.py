@@ -28,7 +28,7 @@ def need(ok: bool, text: str) -> None:
 @dataclass(slots=True, eq=False)
 class Branch:
     """A sequence. `computed` tokens have KV, `known` were there at its admission, `published` blocks
-    need no storing any more, `bad`: its last logits were not finite."""
+    need no storing any more, `bad`: its last logits were not finite, `pruned`: a beam that was dropped."""
 
     seq_id: int
     request: Life
@@ -39,6 +39,7 @@ class Branch:
     known: int = 0
     published: int = 0
     bad: bool = False
+    pruned: bool = False
     chain: list[bytes] = field(default_factory=list)
 
 
@@ -60,6 +61,8 @@ class Life:
     recomputed: int = 0
     cache_write: int = 0
     high_published: int = 0
+    searches: bool = False
+    """A beam search: its beams wait for each other, and only those that are not dropped count in the end."""
     before_step: tuple[int, int] | None = None
     """(cache_write, high_published) before what it published for the step in the making."""
 

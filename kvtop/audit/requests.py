@@ -12,7 +12,9 @@ class RequestLaws(Books):
     def _on_queued(self, e: ev.RequestQueued) -> None:
         need(e.request_id not in self.lives, f"request {e.request_id} is queued twice")
         prompt = len(e.prompt_token_ids) or max((end for _, end, _, _ in e.spans), default=0)
-        self.lives[e.request_id] = self.unfinished[e.request_id] = Life(e, prompt)
+        self.lives[e.request_id] = self.unfinished[e.request_id] = Life(
+            e, prompt, searches=e.params.get("beam_width", 1) > 1
+        )
         self._used.update(t for t in e.prompt_token_ids if t >= 0)
 
     def _on_lookup(self, e: ev.PrefixLookup) -> None:
@@ -98,7 +100,7 @@ class RequestLaws(Books):
             )
         need(e.reason not in ("stop", "length") or was == "running", f"{e.reason} while {was}")
         need(e.reason != "refused" or not life.branches, "refused after its admission")
-        bad = any(b.bad for b in life.branches)
+        bad = not life.searches and any(b.bad for b in life.branches)
         need(not bad or e.reason in ("error", "abort"), "its logits were not finite, yet it did not fail")
         u, cached = e.usage, life.cached or 0
         want = {
@@ -106,7 +108,7 @@ class RequestLaws(Books):
             "cached_tokens": cached,
             "computed_tokens": life.prompt - cached if life.cached is not None else 0,
             "cache_write_tokens": life.cache_write,
-            "output_tokens": sum(b.length - life.prompt for b in life.branches),
+            "output_tokens": sum(b.length - life.prompt for b in life.branches if not b.pruned),
             "preemptions": life.preemptions,
             "recomputed_tokens": life.recomputed,
         }

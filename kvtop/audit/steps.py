@@ -16,9 +16,10 @@ class StepLaws(Books):
         # Where samples part, within a step, the parent's row is executed but not told yet.
         plan = self._scheduled
         computed = parent.computed
-        if plan is not None and not self._sampled and e.parent in plan.seq_ids:
-            row = plan.seq_ids.index(e.parent)
-            computed = plan.start[row] + plan.n[row]
+        if plan is not None and not self._sampled:
+            if e.parent in plan.seq_ids:
+                row = plan.seq_ids.index(e.parent)
+                computed = plan.start[row] + plan.n[row]
             self._born[e.child] = computed
         child = Branch(
             e.child,
@@ -34,6 +35,13 @@ class StepLaws(Books):
         self._branches[e.child] = child
         life.branches.append(child)
 
+    def _on_pruned(self, e: ev.BeamPruned) -> None:
+        branch = self._branch(e.seq_id)
+        need(branch.request is self._life(e.request_id), f"sequence {e.seq_id} is another request's")
+        need(branch.request.searches, "a beam is dropped, but there is no beam search")
+        need(not branch.pruned, f"sequence {e.seq_id} is dropped twice")
+        branch.pruned = True
+
     def _on_scheduled(self, e: ev.StepScheduled) -> None:
         need(self._scheduled is None, "two StepScheduled in one batch")
         need(len(e.seq_ids) == len(e.start) == len(e.n), "columns of different lengths")
@@ -43,6 +51,7 @@ class StepLaws(Books):
         for i, start, n in zip(e.seq_ids, e.start, e.n, strict=True):
             branch = self._branch(i)
             branch.request.lookup = None
+            need(not branch.pruned, f"sequence {i} is scheduled although it was dropped")
             need(branch.request.phase == "running", f"sequence {i} is scheduled while not running")
             need(start == branch.computed, f"sequence {i} starts at {start}, {branch.computed} are computed")
             end = start + n
@@ -73,9 +82,12 @@ class StepLaws(Books):
         need(self.redacted or sum(e.counts) == len(e.token_ids), "counts do not add up to the tokens")
         at = 0
         for i, count, computed in zip(e.seq_ids, e.counts, e.num_computed, strict=True):
-            need(i in plan.seq_ids or i in self._born, f"sequence {i} was not scheduled")
             branch = self._branch(i)
-            if i in self._born:
+            waited = branch.request.searches and i not in plan.seq_ids
+            need(i in plan.seq_ids or i in self._born or waited, f"sequence {i} was not scheduled")
+            if waited and i not in self._born:
+                start = end = branch.computed
+            elif i in self._born:
                 start = end = self._born[i]
                 need(count == 1, f"sequence {i} parted without a token of its own")
             else:

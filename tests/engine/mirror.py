@@ -86,7 +86,7 @@ class Mirror:
         self.computed[e.seq_id] = e.cached_tokens
 
     def SequenceForked(self, e: ev.SequenceForked) -> None:
-        self.computed[e.child] = self.computed[e.parent]
+        self.computed[e.child] = self.computed.get(e.parent, 0)  # told anew where they part within a step
 
     def compare(self, snap: ev.PoolSnapshot) -> None:
         refs = [0] * len(self.ref)

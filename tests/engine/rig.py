@@ -10,6 +10,9 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import count
 from typing import Any, TypeVar
 
+import numpy as np
+
+from engine.beam import BeamSearch
 from engine.blocks import BlockPool
 from engine.config import EngineConfig
 from engine.core import EngineCore
@@ -20,7 +23,7 @@ from engine.paging import Paging
 from engine.params import SamplingParams
 from engine.sequence import Request
 from engine.sequence import Sequence as Branch
-from engine.toy import ToyRunner, expected
+from engine.toy import ToyRunner, expected, next_logprobs
 from tests.engine.mirror import Mirror
 
 E = TypeVar("E")
@@ -29,6 +32,32 @@ E = TypeVar("E")
 def prompt(length: int, family: int = 0, vocab: int = 1000) -> list[int]:
     """Token ids; two families differ from the first token on, two lengths of one share the shorter."""
     return [(family * 31 + i * 7 + 1) % vocab for i in range(length)]
+
+
+def best_beam(
+    tokens: list[int], width: int, most: int, vocab: int, **more: Any
+) -> tuple[list[int], list[float]]:
+    """The toy language's beam search without any paging: its output, and the scores that it keeps."""
+    search = BeamSearch(width, most, **more)
+    search.begin(0)
+    texts, ids = {0: list(tokens)}, iter(range(1, 10**6))
+    beams = [0]
+    while not search.over:
+        length = len(texts[beams[0]]) - len(tokens)
+        for i in beams:
+            n = len(texts[i])
+            p = next_logprobs(np.array(texts[i]), np.arange(n), vocab)
+            top = np.argsort(-p, kind="stable")[: search.candidates]
+            search.offer(i, top.tolist(), p[top].tolist())
+        moves, _ = search.step(beams, length)
+        beams = []
+        for move in moves:
+            child = next(ids)
+            texts[child] = [*texts[move.parent], move.token]
+            search.moved(move, child, length)
+            beams += [child] * (not move.ends)
+    scores = [h.score for h in search.hypotheses]
+    return texts[search.hypotheses[0].seq_id][len(tokens) :], scores
 
 
 class Books:

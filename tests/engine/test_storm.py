@@ -13,8 +13,10 @@ from engine.core import EngineCore
 from engine.event_log import EventLog
 from engine.events import RequestFinished, StepBatch
 from engine.params import SamplingParams
+from engine.sequence import Request
 from engine.toy import ToyFault, ToyRunner, next_token
 from tests.engine.mirror import Mirror
+from tests.engine.rig import best_beam
 
 
 def history_is_right(tokens: list[int], prompt: int, branches: list[tuple[int, int]], vocab: int) -> bool:
@@ -62,7 +64,7 @@ class Storm:
         self.ids = count()
         self.finished: dict[int, RequestFinished] = {}
         self.branch_points: dict[int, list[tuple[int, int]]] = {}
-        self.requests = {}
+        self.requests: dict[int, Request] = {}
         self.kinds: set[str] = set()
 
     def _fault(self, step: int, when: str) -> None:
@@ -86,8 +88,14 @@ class Storm:
         prompt = [(family + i // 7) % self.vocab for i in range(length)]
         if r.random() < 0.5:
             prompt[-1] = r.randrange(self.vocab)
-        n = r.choice([1, 1, 1, 2, 3, 4])
-        params = SamplingParams(max_tokens=r.randint(1, 3 * self.block_size + 4), temperature=0, n=n)
+        n, beams = r.choice([(1, 1), (1, 1), (1, 1), (2, 1), (3, 1), (4, 1), (1, 2), (1, 4)])
+        params = SamplingParams(
+            max_tokens=r.randint(1, 3 * self.block_size + 4),
+            temperature=0,
+            n=n,
+            beam_width=beams,
+            stop_token_ids=(1,) if beams == 4 else (),
+        )
         salt = r.choice([None, None, None, "a"])
         request = self.core.add_request(
             next(self.ids), prompt, params, salt=salt, priority=self.knobs.randint(-3, 4)
@@ -155,12 +163,26 @@ class Storm:
         assert not self.core.has_work, "the engine never came to an end"
         assert self.core._pool.num_active == 0
 
+    def judge_beams(self, request: Request, done: RequestFinished) -> None:
+        if done.reason not in ("length", "stop"):
+            return
+        p, prompt = request.params, list(request.prompt_token_ids)
+        most = min(p.max_tokens, self.core.runner.max_model_len - len(prompt))
+        tokens, _ = best_beam(prompt, p.beam_width, most, self.vocab, ends=frozenset(p.stop_token_ids))
+        assert list(request.branches[0].output_ids) == tokens and len(request.branches) == 1
+
     def judge(self) -> None:
         assert set(self.finished) == set(self.requests)
         for rid, request in self.requests.items():
             done, prompt = self.finished[rid], request.prompt_tokens
             if done.reason == "refused":
-                assert prompt >= self.core.runner.max_model_len or request.params.n > 1
+                assert (
+                    prompt >= self.core.runner.max_model_len
+                    or max(request.params.n, request.params.beam_width) > 1
+                )
+                continue
+            if request.search is not None:
+                self.judge_beams(request, done)
                 continue
             if done.reason in ("length", "stop"):
                 assert len(request.branches) >= request.params.n
@@ -210,5 +232,5 @@ def test_the_storms_reach_every_kind_of_pool_event() -> None:
     assert {
         "BlocksAllocated", "BlocksTouched:hit", "BlocksTouched:fork", "BlocksCopied", "BlocksReleased",
         "BlocksStored", "BlocksEvicted:reallocated", "BlocksEvicted:unwritten", "BlocksEvicted:invalid",
-        "CacheCleared", "RequestPreempted", "AdmissionBlocked", "SequenceForked",
+        "CacheCleared", "RequestPreempted", "AdmissionBlocked", "SequenceForked", "BeamPruned",
     } <= kinds  # fmt: skip

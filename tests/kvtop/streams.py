@@ -121,8 +121,10 @@ class Storm:
             prompt = [(family + i // 7) % VOCAB for i in range(length)]
             if r.random() < 0.5:
                 prompt[-1] = r.randrange(VOCAB)
-            n = r.choice([1, 1, 2, 3])
-            self.submit(prompt, r.randint(1, 3 * size + 4), r.choice([None, None, None, "a"]), n=n)
+            n, beams = r.choice([(1, 1), (1, 1), (1, 1), (2, 1), (3, 1), (1, 3)])
+            self.submit(
+                prompt, r.randint(1, 3 * size + 4), r.choice([None, None, None, "a"]), n=n, beam_width=beams
+            )
         elif op == "f" and running:
             core.fork(r.choice(running))
         elif op == "e" and core.requests:

@@ -185,7 +185,7 @@ def tampered(batches: list[ev.StepBatch], kind: type, **fields: Any) -> list[ev.
     ],
 )
 def test_a_changed_figure_is_noticed(kind: type, fields: dict[str, Any]) -> None:
-    batches = rich_stream(120)
+    batches = rich_stream(127)
     assert verify_batches(batches).ok
     assert not verify_batches(tampered(batches, kind, **fields)).ok
 
