@@ -42,6 +42,8 @@ CPU_FPS, GPU_FPS = 10.0, 30.0
 SWEEP_FPS = 30.0
 FIRST_FRAME = 0.05
 """Seconds that the first frame is given before the engine starts."""
+NOTE = 4.0
+"""Seconds that what a key did stands under the prompt."""
 SETTLING = 3.0
 """Seconds after the last batch in which rates still fall."""
 
@@ -75,6 +77,8 @@ class KvtopApp(App[int]):
         self.frames = 0
         self.own_themes: list[str] = []
         """kvtop's and the user's, in the order of ctrl+t."""
+        self._note = ("", float("-inf"))
+        """What a key did, and until when to say it."""
         self._told_errors = 0
         self._moved_at = self._painted_at = float("-inf")
         self._standing = self._is_up = self._owed = False
@@ -184,6 +188,20 @@ class KvtopApp(App[int]):
             self._waking = True
             self.call_after_refresh(self._woken)
 
+    def say(self, text: str) -> None:
+        """What a key did, in the line under the prompt for a moment; a toast would cover that line."""
+        if not self.main.hint.display:
+            self.notify(text, timeout=NOTE, markup=False)
+            return
+        self._note = text, self.wall() + NOTE
+        self.wake()
+
+    @property
+    def note(self) -> str:
+        """What to say of the last key now."""
+        text, until = self._note
+        return text if self.wall() < until else ""
+
     def _woken(self) -> None:
         self._waking = False
         if self.main.is_attached:
@@ -223,6 +241,7 @@ class KvtopApp(App[int]):
             or standing
             or self._standing
             or self._owed
+            or self._painted_at < self._note[1] <= wall
             or (rest >= 0.5 and settling)
             or (rest >= 1.0 and ageing)
             or self.main.stale
@@ -271,6 +290,7 @@ class KvtopApp(App[int]):
         main.map.touch(state.take_dirty())
         main.header.badges = signs.badges(self)
         main.key_line.keys = signs.keys(self)
+        signs.tell_chat(self)
         signs.tell_next(self)
         self._owed = main.paint(state, now, wall, every)
         self._painted_at = wall
@@ -292,6 +312,7 @@ class KvtopApp(App[int]):
 
     @on(Prompt.Changed)
     def _typed(self) -> None:
+        self._note = "", float("-inf")
         self.main.hint.wake()
 
     @on(KeyLine.Clicked)
@@ -318,7 +339,7 @@ class KvtopApp(App[int]):
         if text:
             self.copy_to_clipboard(text)
             self.screen.clear_selection()
-            self.notify("copied", timeout=1.5)
+            self.say("copied")
         else:
             self.exit(130, return_code=130)
 
@@ -345,13 +366,13 @@ class KvtopApp(App[int]):
         names = self.own_themes
         place = names.index(self.theme) + 1 if self.theme in names else 0
         self.theme = names[place % len(names)]
-        self.notify(self.theme, title="Theme", timeout=1.5)
+        self.say(f"theme {self.theme}")
 
     def action_new_conversation(self) -> None:
         """The next prompt starts anew."""
         if self.session.asker is not None:
             self.session.asker.new_conversation()
-            self.wake()
+            self.say("a new conversation: the next prompt starts anew")
 
     def action_slow(self) -> None:
         """F3."""
@@ -402,7 +423,7 @@ class KvtopApp(App[int]):
         except (OSError, ValueError) as error:
             self.notify(cut(safe_text(str(error)), 120), title="No picture", severity="error")
         else:
-            self.notify(str(path), title="Picture saved")
+            self.say(f"picture saved: {safe_text(str(path.resolve()))}")
 
     def get_system_commands(self, screen: Screen[Any]) -> Iterable[SystemCommand]:
         """What ctrl+p offers."""

@@ -99,6 +99,22 @@ def keys(app: KvtopApp) -> list[Key]:
     ]
 
 
+def tell_chat(app: KvtopApp) -> None:
+    """What was sent and has not arrived, what the prompt is about, and what to do first."""
+    main, asker = app.main, app.session.asker
+    if asker is None:
+        main.chat.invites = ("Enter begins the scene.",) if app.session.play is not None else ()
+        return
+    held = asker.held
+    main.chat.held, main.header.held, main.queues.held = held, len(held), len(held)
+    page = safe_text(asker.attached)
+    main.chat.topic = f"{page} attached" if page else "new conversation" if asker.anew else ""
+    own = "type a question of your own."
+    main.chat.invites = (
+        ("Enter sends the first of five examples;", f"or {own}") if asker.examples else (own.capitalize(),)
+    )
+
+
 def tell_next(app: KvtopApp) -> None:
     """The hint under the prompt, and a demo's caption."""
     hint = app.main.hint
@@ -106,6 +122,8 @@ def tell_next(app: KvtopApp) -> None:
     hint.warns = fatal is not None
     if fatal is not None:
         hint.says, hint.why = safe_text(fatal.message), "ctrl+q quits"
+    elif app.note:
+        hint.says, hint.why = app.note, ""
     elif app.session.stepping:
         hint.says, hint.why = "the engine stands still: . runs one step, F3 lets it run on", ""
     elif app.session.frozen:

@@ -24,11 +24,17 @@ FIGURES: dict[type[Widget], tuple[str, tuple[Definition, ...]]] = {
         (
             ("blocks", "Physical blocks of the pool that can be used: all but the null block."),
             ("running", "Requests that were admitted and are not finished."),
-            ("waiting", "Requests that hold no blocks yet, preempted ones included."),
+            (
+                "waiting",
+                "Requests that hold no blocks yet, preempted ones and turns that wait for the answer before.",
+            ),
             ("hit", "Tokens read from the cache / prompt tokens, over first admissions; percent, floored."),
             ("tok/s", "Output tokens per second, all sequences together, over the last 2 s."),
             ("LIVE, REPLAY", "Where the batches come from. SLOW: the engine waits between steps (F3)."),
-            ("SIMULATED", "No model computes: text is made up, times follow a cost model (×: faster than time)."),
+            (
+                "SIMULATED",
+                "No model computes: text is made up, times follow a cost model (×: faster than time).",
+            ),
             ("LOST", "Batches that did not reach the screen; the next snapshot sets it right."),
         ),
     ),

@@ -99,6 +99,7 @@ class MainScreen(Kept, Screen[None]):
         self.map_box = Box(self.map, id="map-box")
         self.strip, self.detail = LookupStrip(motion, id="strip"), BlockDetail(id="detail")
         self.caption, self.prompt = Caption(id="caption"), Prompt(id="prompt")
+        self.queues = QueuesPanel()
         self.hint, self.key_line = Hint(id="hint"), KeyLine(id="keys")
         self.log_panel = LogPanel(captured, id="log")
         self._hovered: frozenset[int] = frozenset()
@@ -118,7 +119,7 @@ class MainScreen(Kept, Screen[None]):
                 yield Box(self.detail, id="detail-box")
             yield self.map_box
             with Column(id="side"):
-                yield Box(QueuesPanel(), id="queues-box")
+                yield Box(self.queues, id="queues-box")
                 yield Box(MemoryPanel(), id="memory-box")
                 yield Box(BudgetPanel(), id="budget-box")
         yield Box(self.strip, id="strip-box")

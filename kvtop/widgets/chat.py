@@ -7,26 +7,31 @@ laid out, and a finished one is laid out once a width.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from rich.cells import cell_len
+from rich.style import Style
 from textual import events
 from textual.binding import Binding, BindingType
 from textual.message import Message
 
 from kvtop import lookup
 from kvtop.text import cut, safe_text
-from kvtop.widgets.chat_lines import Layouter, Line, plain
+from kvtop.units import count
+from kvtop.widgets.chat_lines import INDENT, Layouter, Line, plain
 from kvtop.widgets.lines import Lines, Part
 
 if TYPE_CHECKING:
+    from kvtop.asking import Held
     from kvtop.requests import RequestView
     from kvtop.state import DashboardState
 
 _CACHE = 256
 """Requests whose layout is kept."""
+_MOST_HELD = 400
+"""Characters of a prompt that has not arrived."""
 
 
 class Chat(Lines):
@@ -59,6 +64,12 @@ class Chat(Lines):
         self.unfolded: set[int] = set()
         self.link: frozenset[int] = frozenset()
         self.title = "chat"
+        self.topic: str | None = None
+        """What the prompt is about, for the title; None: what the latest request was about."""
+        self.held: Sequence[Held] = ()
+        """Prompts that have not arrived at the engine."""
+        self.invites: Sequence[str] = ()
+        """What to do while nothing was asked."""
         self._layouts: dict[int, tuple[object, list[Line]]] = {}
         self._view: list[tuple[int, Line]] = []
         self._block_size = 16
@@ -81,14 +92,20 @@ class Chat(Lines):
             return
         self._block_size = state.started.block_size if state.started is not None else 16
         self.title = self._title(state)
-        if not state.requests:
+        held = {h.request_id: h for h in self.held if h.request_id not in state.requests}
+        if not state.requests and (state.started is None or not held):
             self._view = []
             self.set_rows(self._welcome(state, width, height))
             return
         shown: list[tuple[int, Line]] = []
         want = height + self.back
-        for rid in reversed(state.requests):
-            lines = self._lines(state, state.requests[rid], width)
+        # In the order of asking: a turn that had to wait for its conversation arrives after later ones.
+        for rid in sorted((*state.requests, *held), reverse=True):
+            lines = (
+                self._waiting(held[rid], width)
+                if rid in held
+                else self._lines(state, state.requests[rid], width)
+            )
             shown[:0] = [(rid, line) for line in lines]
             if len(shown) >= want:
                 break
@@ -102,28 +119,35 @@ class Chat(Lines):
         tables: dict[int, list[int]] = {}
         rows = []
         for rid, line in self._view:
-            if self.link and rid not in tables:
+            if self.link and rid not in tables and rid in state.requests:
                 tables[rid] = lookup.table_of(state, state.requests[rid])
             rows.append(self._row(line, tables.get(rid, [])))
         self.set_rows(rows)
 
     def _title(self, state: DashboardState) -> str:
-        for rid in reversed(state.requests):
-            for _, _, _, name in state.requests[rid].spans:
-                if name:
-                    return f"chat · {safe_text(name)} attached"
-            break
-        return "chat" + (f" · {self.back} lines back" if self.back else "")
+        topic = self.topic
+        if topic is None and state.requests:
+            spans = state.requests[next(reversed(state.requests))].spans
+            topic = next((f"{safe_text(name)} attached" for _, _, _, name in spans if name), "")
+        back = f"{count(self.back)} lines back" if self.back else ""
+        return " · ".join(word for word in ("chat", topic, back) if word)
+
+    def _waiting(self, held: Held, width: int) -> list[Line]:
+        """A prompt that has not arrived."""
+        muted, bold = self.ink("muted"), self.ink("text") + Style(bold=True)
+        head = f"#{held.request_id} "
+        indent = max(INDENT, len(head))
+        question = list(plain(safe_text(held.text[:_MOST_HELD], newlines=True), width - indent))
+        lines = [
+            Line([(head if n == 0 else " " * indent, muted)], [(t, bold)]) for n, t in enumerate(question)
+        ]
+        why = "waiting" if held.after is None else f"waiting for the turn before, #{held.after}"
+        return [*lines, Line([(" " * INDENT, muted)], [(cut(why, max(1, width - INDENT)), muted)])]
 
     def _welcome(self, state: DashboardState, width: int, height: int) -> list[list[Part]]:
         if state.started is None:
             return self._loading(state, width, height)
-        texts = [
-            "Nothing was asked yet.",
-            "",
-            "Enter sends the first of five examples;",
-            "or type a question of your own.",
-        ]
+        texts = ["Nothing was asked yet.", *([""] if self.invites else []), *self.invites]
         top = max(0, (height - len(texts)) // 2)
         muted = self.ink("muted")
         lines = [[(cut(t, width).center(width), muted)] for t in texts]
@@ -138,6 +162,8 @@ class Chat(Lines):
                 rows.append([("  ", muted), (text, self.ink("error"))])
             return rows
         what = "Starting the engine" if step is None else safe_text(step.what)
+        if self.held:
+            what += f" · {count(len(self.held))} prompt{'s' * (len(self.held) != 1)} waiting"
         rows.append([(cut(what, width).center(width), self.ink("text"))])
         if step is not None and step.total > 0:
             bar = max(4, min(40, width - 12))

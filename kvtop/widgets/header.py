@@ -39,6 +39,8 @@ class Header(Lines):
     def __init__(self, *, id: str | None = None) -> None:
         super().__init__(id=id)
         self.badges: Sequence[Badge] = ()
+        self.held = 0
+        """Prompts that were sent and have not arrived at the engine."""
 
     def paint(self, state: DashboardState, now: float) -> None:
         """Name, engine, counts; badges at the right end."""
@@ -80,7 +82,7 @@ class Header(Lines):
         if started.knobs.get("kv_cache_dtype") == "fp8":
             kind += "·kv fp8"
         queues = state.completed.queues if state.completed is not None else {}
-        running, waiting = len(state.running), len(state.waiting)
+        running, waiting = len(state.running), len(state.waiting) + self.held
         fields: list[tuple[int, list[Part]]] = [
             (2, [(model, text + Style(bold=True)), (kind, muted)]),
             (4, [(f"{count(started.num_blocks - 1)} blocks", text)]),

@@ -45,6 +45,7 @@ class QueuesPanel(Scrolling):
             "state",
             "prefill, decode: running. waiting: not admitted. preempted: gave its blocks up, starts over.",
         ),
+        ("waiting", "Requests that hold no blocks yet, and turns that wait for the answer before them."),
         ("prefill", "Prompt tokens whose KV exists, of all; +n is the chunk that the last step computed."),
         ("out", "Tokens generated so far."),
         ("blocks", "Blocks in its block table."),
@@ -57,6 +58,9 @@ class QueuesPanel(Scrolling):
         ),
     )
 
+    held = 0
+    """Prompts that were sent and have not arrived at the engine: a turn waits for the one before it."""
+
     def rows(self, state: DashboardState, now: float, width: int, height: int) -> list[Row]:
         """Counts, then the table."""
         views = list(_in_order(state.requests.values()))
@@ -64,7 +68,7 @@ class QueuesPanel(Scrolling):
         head = self.figures(
             width,
             ("", f"{tally['running']} running", self.ink("active")),
-            ("", f"{tally['queued']} waiting", self.ink("text")),
+            ("", f"{tally['queued'] + self.held} waiting", self.ink("text")),
             ("", f"{tally['preempted']} preempted", self.ink("evicted" if tally["preempted"] else "muted")),
             ("", f"{tally['finished']} finished", self.ink("muted")),
         )

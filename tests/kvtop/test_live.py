@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
@@ -143,13 +144,123 @@ async def test_a_burst_of_keys_acts_in_order() -> None:
         assert sent == ["Say A", "Say Bred", "Say Bred"] and shown.app.main.prompt.value == ""
 
 
-async def test_typed_prompts_go_on_with_an_example() -> None:
+async def test_typed_prompts_go_on_with_the_attached_page_only() -> None:
+    """Which conversation a typed prompt continues is what title and hint say."""
     async with live() as shown:
-        await shown.pilot.press("enter")
+        app, pilot = shown.app, shown.pilot
+
+        async def typed(text: str) -> tuple[str, str]:
+            await pilot.press(*text)
+            app.paint()
+            told = app.main.chat.title, shown.hint.strip()
+            await pilot.press("enter")
+            return told
+
+        await pilot.press("enter")
         await shown.finished(1)
-        await shown.pilot.press(*"and then", "enter")
+        title, hint = await typed("and then")
+        assert title == "chat · page.txt attached" and hint.startswith(
+            "Enter continues page.txt · ctrl+n starts anew"
+        )
         await shown.finished(2)
-        assert shown.app.state.requests[2].hit_blocks > 40
+        views = app.state.requests
+        assert views[2].hit_blocks > 40 and views[2].conversation == views[1].conversation
+        await pilot.press("ctrl+n")
+        await pilot.pause()
+        assert app.main.chat.title == "chat · new conversation"
+        assert shown.hint.strip().startswith("a new conversation: the next prompt starts anew")
+        title, hint = await typed("mine")
+        assert hint.startswith("Enter starts a new conversation")
+        await shown.finished(3)
+        assert views[3].conversation not in (views[1].conversation, None)
+        app.paint()
+        assert app.main.chat.title == "chat"
+        await pilot.press("enter", "enter", "enter")  # two more on the page, then eight others
+        await shown.finished(*range(4, 14))
+        title, hint = await typed("mine again")
+        assert title == "chat" and hint.startswith("Enter goes on with this conversation ")
+        await shown.finished(14)
+        assert views[14].conversation == views[3].conversation
+
+
+async def test_turns_that_wait_are_seen_and_counted() -> None:
+    async with live() as shown:
+        app, pilot = shown.app, shown.pilot
+        await pilot.press("escape", "full_stop")
+        await shown.until(lambda: shown.engine._paused and not shown.engine._single_steps)
+        for text in ("one", "two", "three"):
+            app.session.asker.send(text)
+        app.session.asker.new_conversation()
+        app.session.asker.send("four")
+        await shown.until(lambda: 4 in app.state.requests)
+        app.paint()
+        await pilot.pause()
+        assert sorted(app.state.requests) == [1, 4]
+        told = [line.rstrip() for line in app.main.chat.lines if line.strip()]
+        assert told == [
+            *("#1 one", "   waiting"),
+            *("#2 two", "   waiting for the turn before, #1"),
+            *("#3 three", "   waiting for the turn before, #2"),
+            *("#4 four", "   waiting"),
+        ]
+        assert "0 running 4 waiting" in app.main.header.lines[0]
+        await pilot.press("f2")
+        await pilot.pause()
+        app.paint()
+        assert app.main.queues.lines[0].startswith("0 running   4 waiting")
+        await pilot.press("f3")
+        await shown.finished(1, 2, 3, 4)
+        assert not app.session.asker.held
+
+
+async def test_the_hint_tells_what_the_cache_holds() -> None:
+    async with live() as shown:
+        app, pilot = shown.app, shown.pilot
+
+        def why() -> str:
+            app.paint()
+            return app.session.asker.next_enter("").why
+
+        assert why() == "nothing of it is cached yet: every block of the prompt is computed"
+        await pilot.press(*["enter"] * 4)
+        await shown.finished(*range(1, 12))
+        hashes = app.state.requests[1].lookup_hashes
+        left = sum(bool(app.state.find(h)) for h in hashes)
+        assert left < len(hashes)
+        if left:
+            assert (
+                why() == f"{left} of its {len(hashes)} full blocks are still cached; the others were evicted"
+            )
+        else:
+            assert why().startswith("its blocks now hold other pages")
+        await pilot.press("enter")
+        await shown.finished(12)
+        assert re.fullmatch(
+            r"all its \d+ full blocks are cached: they are read, and only the end is computed", why()
+        )
+        shown.engine.reset_prefix_cache()
+        await shown.until(lambda: app.state.num_hashes == 0)
+        assert why() == "its blocks were evicted since: all of it is computed again"
+
+
+async def test_a_full_conversation_recommends_a_new_one() -> None:
+    async with live() as shown:
+        app = shown.app
+        app.session.asker.send("word " * 480)
+        await shown.finished(1)
+        view, limit = app.state.requests[1], app.state.started.max_model_len
+        assert view.finish_reason == "refused" or view.prompt_tokens < limit
+        told = app.session.asker.next_enter("more").says
+        view.prompt_tokens = limit - view.num_output - 1
+        assert told == "Enter goes on with this conversation"
+        assert (
+            app.session.asker.next_enter("more").says
+            == "this conversation is nearly full · ctrl+n starts a new one"
+        )
+        view.finish_reason = "refused"
+        assert (
+            app.session.asker.next_enter("more").says == "this conversation is full · ctrl+n starts a new one"
+        )
 
 
 async def test_freezing_keeps_what_comes() -> None:
@@ -252,6 +363,7 @@ async def test_a_demo_plays_with_captions(name: str) -> None:
             app.paint()
             await pilot.pause()
             assert app.main.caption.display and app.main.caption.lines
+            assert "five examples" not in "\n".join(app.main.chat.lines), "there is no prompt to type into"
             assert any("Enter goes on" in line for line in app.main.caption.lines)
             for _ in range(60):
                 await shown.until(lambda: app.session.play.waiting or app.session.play.verdict is not None)
