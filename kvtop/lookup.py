@@ -1,7 +1,8 @@
 """What a look-up means in words: who computed the prefix, how much sooner the word came, why it stopped.
 
-Pure functions of DashboardState; no textual. Invariant: a comparison is made only with an earlier
-request whose chain hash at the last hit block is the same, so it had the same tokens up to there.
+Pure functions of DashboardState; no textual. Invariant: a comparison is made only with an earlier request
+that had the same tokens up to the last hit block (its chain hash there is the same), read nothing, was no
+longer than twice that beginning, and did not wait for others: then its time is what the hit has saved.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     from kvtop.requests import RequestView
     from kvtop.state import DashboardState
 
+MOST_WAITING = 0.1
+"""Share of the time to the first word that a request may have waited for admission, to be compared."""
 _EARLIER = 200
 """How many earlier requests are searched."""
 
@@ -63,11 +66,24 @@ def origin(state: DashboardState, view: RequestView) -> RequestView | None:
 
 
 def cold(state: DashboardState, view: RequestView) -> RequestView | None:
-    """The latest earlier request with the same prefix, little of it cached, and a measured first word."""
+    """The latest earlier request over the same prefix that read nothing, where the two can be compared: what
+    was read is at least half of either prompt, and both first words are measurements of computing."""
+    read = view.cached_tokens
+    if read * 2 < view.prompt_tokens or view.slow or view.preemptions:
+        return None
     for other in _earlier(state, view):
-        if other.cached_tokens * 2 < view.cached_tokens and other.ttft is not None and not other.slow:
+        if other.is_cold and read * 2 >= other.prompt_tokens and _computed_at_once(other):
             return other
     return None
+
+
+def _computed_at_once(view: RequestView) -> bool:
+    """Its first word came after computing: no slow motion, no preemption, hardly any waiting. (Known once it
+    is done: until then the instant of its admission is that of the step's end.)"""
+    late, queued = view.ttft, view.queue_s
+    if not view.done or late is None or view.slow or view.preemptions:
+        return False
+    return queued is None or queued <= MOST_WAITING * late
 
 
 def _earlier(state: DashboardState, view: RequestView) -> Iterable[RequestView]:
@@ -89,7 +105,7 @@ def _earlier(state: DashboardState, view: RequestView) -> Iterable[RequestView]:
 def speedup(state: DashboardState, view: RequestView) -> str:
     """ "17×", or "" without a fair comparison."""
     other = cold(state, view)
-    if other is None or view.slow or not view.ttft or not other.ttft or other.ttft < 1.5 * view.ttft:
+    if other is None or not view.ttft or not other.ttft or other.ttft < 1.5 * view.ttft:
         return ""
     ratio = other.ttft / view.ttft
     return f"{ratio:.1f}×" if ratio < 10 else f"{ratio:.0f}×"

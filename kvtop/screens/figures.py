@@ -44,7 +44,12 @@ FIGURES: dict[type[Widget], tuple[str, tuple[Definition, ...]]] = {
             ("read", "Prompt tokens whose keys and values came from the prefix cache."),
             ("computed", "Prompt tokens that had to be computed. read + computed = the prompt."),
             ("ms", "Time from the request's arrival to its first token."),
-            ("17×", "How many times sooner than the same beginning took cold, earlier in this run."),
+            (
+                "17×",
+                "How many times sooner than the cold request that the lookup names. Compared only where the tokens "
+                "read are at least half of both prompts, neither was preempted or in slow motion, and the cold one "
+                "did not wait.",
+            ),
             ("▌", "This stretch of the prompt was read from the cache."),
         ),
     ),
@@ -68,7 +73,8 @@ FIGURES: dict[type[Widget], tuple[str, tuple[Definition, ...]]] = {
             ("READ n of m", "Tokens read from the cache, of the prompt's tokens."),
             (
                 "first word",
-                "Time from the request's arrival to its first token; cold: of the earlier request.",
+                "Time from the request's arrival to its first token; cold: of the latest earlier request over "
+                "the same beginning that read nothing, where the two can be compared (see chat, 17×).",
             ),
             ("physical", "Blocks of the pool that were read, in the prompt's order."),
             ("first miss", "Why the look-up stopped there."),

@@ -82,6 +82,49 @@ def test_only_an_equal_prefix_is_compared() -> None:
     assert lookup.cold(state, state.requests[3]).request_id == 1
 
 
+def test_unequal_prompts_are_not_compared() -> None:
+    """A first word after 2.56 s beside a cold one of 110 ms says nothing, if only 32 tokens are the same."""
+    stage = Stage()
+    short, long = (
+        " ".join(f"w{i}" for i in range(33)),
+        " ".join(f"w{i}" for i in range(33)) + " and more" * 600,
+    )
+    for text in (short + " so", long + " so"):
+        stage.submit("Who?", text, answer="ok.")
+        stage.run(0.345)
+    state = state_of(stage.batches)
+    assert state.requests[2].cached_tokens == 32 and state.requests[2].prompt_tokens > 1000
+    assert lookup.cold(state, state.requests[2]) is None and lookup.speedup(state, state.requests[2]) == ""
+    assert words(state, 2).endswith("from cache · first word after 1.03 s")
+
+
+def test_a_time_spent_waiting_is_not_compared() -> None:
+    """Neither the one that waited for others, nor one that read a part of it, is how long cold takes."""
+    stage = Stage()
+    stage.submit("Who?", PAGE, answer="An English mathematician.")
+    stage.run(0.345)
+    stage.submit("What?", PAGE, answer="Notes.")
+    stage.run(0.041)
+    state = state_of(stage.batches)
+    first, second = state.requests[1], state.requests[2]
+    assert lookup.cold(state, second) is first
+    late = first.t_arrival + 0.2 * first.ttft
+    for view, name, value in (
+        (first, "t_admitted", late),
+        (first, "preemptions", 1),
+        (first, "slow", True),
+        (first, "hit_tokens", 16),
+        (second, "preemptions", 1),
+        (second, "slow", True),
+    ):
+        before = getattr(view, name)
+        setattr(view, name, value)
+        assert lookup.cold(state, second) is None, name
+        assert lookup.speedup(state, second) == ""
+        setattr(view, name, before)
+    assert lookup.cold(state, second) is first
+
+
 def test_table_of_a_finished_request_names_only_what_is_still_there() -> None:
     stage = Stage(num_blocks=70)
     stage.submit("Who?", PAGE, answer="An English mathematician.")
