@@ -24,18 +24,15 @@ QUESTIONS = (
 
 
 def script(stage: Stage) -> Script:
+    warm = stage.warm_up(*QUESTIONS, system=HANDBOOK, system_name="handbook", max_tokens=1)
+    yield stage.finished(*warm)
+    alice, bob = (Exact(stage.request(r), SYSTEM, USER) for r in warm)
+    yield stage.begin()
+
     yield stage.caption(
         f"Two users, one assistant. Its system prompt has {SYSTEM:,} tokens, exactly {SHARED} blocks of {BLOCK}; "
         f"each user adds {USER} tokens. Will the second one pay for the system prompt again?"
     )
-    warm = [
-        stage.submit(q, system=HANDBOOK, system_name="handbook", max_tokens=1, salt="warm-up")
-        for q in QUESTIONS
-    ]
-    yield stage.finished(*warm)
-    alice, bob = (Exact(stage.request(r), SYSTEM, USER) for r in warm)
-    stage.engine.reset_prefix_cache()
-
     yield stage.caption(
         f"The engine is warm, its cache empty. The first user asks: nothing can match, so all {WHOLE} blocks "
         "of the prompt are computed, chunk by chunk."

@@ -67,6 +67,20 @@ class Stage:
         self.checks: list[dict[str, Any]] = []
         self.figures: dict[str, Any] = {}
         self.failure: str | None = None
+        self.warming = False
+        """A warm-up runs, which is no part of the scene."""
+
+    def warm_up(self, *prompts: str, **given: Any) -> tuple[int, ...]:
+        """Send prompts that only make the engine warm; until `begin` the dashboard shows nothing of them.
+        given: as in `submit`."""
+        self.warming = True
+        return tuple(self.submit(prompt, **given) for prompt in prompts)
+
+    def begin(self) -> Until:
+        """`yield stage.begin()` once the warm-up is done: the cache is emptied, figures and the numbers of
+        requests start here."""
+        self.engine.reset_prefix_cache()
+        return Until(self._begins)
 
     def caption(self, text: str) -> Hold:
         """`yield stage.caption("…")`: show `text`, then wait for the reader."""
@@ -85,10 +99,10 @@ class Stage:
         spans: Sequence[tuple[int, int, str, str]] = (),
         ignore_eos: bool = True,
     ) -> int:
-        """Send a greedy request; returns its id at once. With `ignore_eos` it generates exactly
+        """Send a greedy request; returns its number in the scene at once. With `ignore_eos` it generates exactly
         `max_tokens` tokens, so that a scene's sizes are the same with every model. The rest is as in
         Engine.submit."""
-        return self.engine.submit(
+        rid = self.engine.submit(
             prompt,
             SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=ignore_eos),
             system=system,
@@ -97,6 +111,7 @@ class Stage:
             salt=salt,
             spans=spans,
         )
+        return rid - self.state.skipped
 
     def finished(self, *request_ids: int) -> Until:
         """`yield stage.finished(a, b)`: wait until all of these requests are done."""
@@ -113,6 +128,13 @@ class Stage:
     def figure(self, **values: Any) -> None:
         """More fields of the verdict, such as ttft_cold_ms."""
         self.figures.update(values)
+
+    def _begins(self) -> bool:
+        if self.state.num_hashes:
+            return False
+        self.state.begin_anew()
+        self.warming = False
+        return True
 
     def _is_done(self, request_id: int) -> bool:
         view = self.state.requests.get(request_id)
@@ -157,6 +179,8 @@ class Performance:
     @property
     def caption(self) -> str:
         """What the reader is told now."""
+        if self.stage.warming:
+            return f"{self.demo.title}. The engine warms up first …"
         return self.stage.captions[-1] if self.stage.captions else self.demo.title
 
     @property

@@ -97,6 +97,8 @@ class Facts:
         self.output_tokens = 0
         self.latest_lookup: int | None = None
         """The request that looked into the cache last."""
+        self.skipped = 0
+        """Requests that `begin_anew` has forgotten: the engine's ids are greater by so many."""
         self._pieces: dict[int, bytes] = {}
         self._request_of: dict[int, int | None] = {}
         self._finished: deque[int] = deque()

@@ -40,6 +40,8 @@ class Session:
         self.problem: str | None = None
         """Why there are no examples."""
         self._still: DashboardState | None = None
+        self._cover: DashboardState | None = None
+        """Shown while a demo's warm-up runs: the state before it."""
         self._applied = (-1, -1)
 
     # ----------------------------------------------------------------------------------- start
@@ -89,6 +91,10 @@ class Session:
             self.asker.tick()
         if self.play is not None:
             self.play.tick()
+            if not self.play.stage.warming:
+                self._cover = None
+            elif self._cover is None:
+                self._cover = state.copy()
         shown = self.shown
         before, self._applied = self._applied, (shown.seq, shown.generation)  # a source may jump by itself
         return self._applied != before
@@ -100,8 +106,8 @@ class Session:
 
     @property
     def shown(self) -> DashboardState:
-        """What the display is about: `state`, or as it was when it was frozen."""
-        return self.state if self._still is None else self._still
+        """What the display is about: `state`, or as it was when it was frozen, or before a demo's warm-up."""
+        return self._still or self._cover or self.state
 
     @property
     def now(self) -> float:
@@ -192,7 +198,7 @@ class Session:
         """The picked request if it runs, else the newest running one."""
         running = self.state.running
         if self.engine is not None and running:
-            self.engine.abort(picked if picked in running else running[-1])
+            self.engine.abort((picked if picked in running else running[-1]) + self.state.skipped)
 
     def reset_cache(self) -> None:
         """Forget all hashes, unless blocks are in use."""

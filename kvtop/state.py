@@ -11,16 +11,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, ClassVar
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from engine import events as ev
 from kvtop.facts import Moment
+from kvtop.history import History
 from kvtop.pool_mirror import StateError
 from kvtop.pool_rules import PoolRules
 from kvtop.pool_view import BlockInfo, BlockState
 from kvtop.request_rules import RequestRules
 from kvtop.requests import RequestView, SequenceView
+from kvtop.series import Series
 
 __all__ = ["BlockInfo", "BlockState", "DashboardState", "Moment", "RequestView", "SequenceView", "StateError"]
 
@@ -30,6 +33,8 @@ class DashboardState(PoolRules, RequestRules):
 
     def apply(self, batch: ev.StepBatch) -> None:
         """Take the next batch. O(events). With strict=True raises StateError on the first broken law."""
+        if self.skipped:
+            batch = _renumbered(batch, self.skipped)
         if batch.seq != self.seq + 1 or batch.first_event != self.num_events or batch.t < self.t:
             self._discontinuity(batch)
         self.seq, self.step = batch.seq, batch.step
@@ -54,6 +59,23 @@ class DashboardState(PoolRules, RequestRules):
                 handler(self, e)
             except (StateError, ValueError) as error:
                 self._lose(1, f"batch {batch.seq}: {error}")
+
+    def begin_anew(self) -> None:
+        """Forget the requests so far (a warm-up) with all their figures, and count those to come from 1.
+        What the blocks hold stays; nothing may be waiting or running. Raises ValueError if something is."""
+        if self.waiting or self.running:
+            raise ValueError("requests are under way")
+        self.skipped += max(self.requests, default=0)
+        self.requests, self.sequences, self._request_of = {}, {}, {}
+        self._finished.clear()
+        self.moments.clear()
+        self.series = Series()
+        if not self.num_hashes:
+            self.history = History(max(4 * self.num_blocks, 20_000))
+        self.lookups = self.query_tokens = self.hit_tokens = self.evictions = self.duplicates = 0
+        self.copies = self.preemptions = self.refused = self.output_tokens = 0
+        self.scheduled = self.completed = self.latest_lookup = None
+        self.generation += 1
 
     def take_dirty(self) -> npt.NDArray[np.int64]:
         """Ids of the blocks that may look different from the last call, each once."""
@@ -160,3 +182,14 @@ class DashboardState(PoolRules, RequestRules):
         ev.DraftVerified: RequestRules._on_nothing,
         ev.StepCompleted: RequestRules._on_completed,
     }
+
+
+def _renumbered(batch: ev.StepBatch, skipped: int) -> ev.StepBatch:
+    """The batch with the ids of requests that begin_anew gives them."""
+    events = [
+        e
+        if getattr(e, "request_id", None) is None
+        else msgspec.structs.replace(e, request_id=e.request_id - skipped)
+        for e in batch.events
+    ]
+    return msgspec.structs.replace(batch, events=events)

@@ -359,10 +359,19 @@ async def test_a_demo_plays_with_captions(name: str) -> None:
         app = shown.app
         try:
             assert not app.main.typing
+            await shown.until(lambda: app.state.started is not None)
+            app.paint()
+            if name == "cache-hit":
+                assert app.session.play.stage.warming and not app.state.requests
+                assert "The engine warms up first" in " ".join(app.main.caption.lines)
             await shown.until(lambda: app.session.play is not None and app.session.play.waiting)
             app.paint()
             await pilot.pause()
             assert app.main.caption.display and app.main.caption.lines
+            assert not app.state.requests and app.state.hit_rate() is None, (
+                "a warm-up is no part of the scene"
+            )
+            assert app.state.free == app.state.num_blocks - 1
             assert "five examples" not in "\n".join(app.main.chat.lines), "there is no prompt to type into"
             assert any("Enter goes on" in line for line in app.main.caption.lines)
             for _ in range(60):
@@ -371,6 +380,9 @@ async def test_a_demo_plays_with_captions(name: str) -> None:
                     break
                 await pilot.press("enter")
             assert app.session.play.verdict is not None
+            assert list(app.state.requests) == list(range(1, len(app.state.requests) + 1))
+            if name == "cache-hit":
+                assert app.state.hit_rate() == 3 * 2000 / (6 * 2200)
             await pilot.press("q")
             await pilot.pause()
             assert app.return_code == (0 if app.session.play.verdict["ok"] else 1)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from engine import events as ev
 from kvtop.state import BlockState, DashboardState, StateError
 from tests.engine.mirror import Mirror
+from tests.kvtop.stage import Stage
 from tests.kvtop.streams import Storm, rich_stream
 
 
@@ -407,3 +408,30 @@ def test_history_stays_bounded() -> None:
         record = history.get(h)
         assert record is not None
         assert record in history.children(record.parent)
+
+
+def test_begin_anew_forgets_requests_and_keeps_blocks() -> None:
+    """What comes after a warm-up reads as if it came first, and the pool stays exact."""
+    stage = Stage(num_blocks=60)
+    stage.submit("why?", " ".join(f"w{i}" for i in range(300)))
+    stage.run()
+    n = len(stage.batches)
+    stage.submit("how?", " ".join(f"w{i}" for i in range(300)))
+    state = DashboardState(strict=True)
+    for batch in stage.batches[:n]:
+        state.apply(batch)
+    cached = state.cached
+    state.begin_anew()
+    assert not state.requests and state.hit_rate() is None and state.cached == cached > 0
+    assert not len(state.series.ttft) and state.latest_lookup is None
+    for batch in stage.batches[n:]:
+        state.apply(batch)
+    with pytest.raises(ValueError, match="under way"):
+        state.begin_anew()
+    n = len(stage.batches)
+    stage.run()
+    stage.stop()
+    for batch in stage.batches[n:]:
+        state.apply(batch)
+    assert list(state.requests) == [1] and state.requests[1].done and state.requests[1].hit_blocks > 0
+    assert state.lookups == 1 and state.skipped == 1 and state.losses == 0
