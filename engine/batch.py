@@ -49,10 +49,14 @@ class DeviceRows:
         blocks = self._tables[np.repeat(rows, n), logical].astype(np.int64)
         if (blocks == NULL_BLOCK).any():
             raise ValueError("a token's slot is in the null block: its table is too short")
-        draws = [(i, b) for i, r in enumerate(plan.rows) for b in r.draws]
-        sampled = np.fromiter((i for i, _ in draws), np.int64, len(draws))
+        draws = [(i, b, k) for i, r in enumerate(plan.rows) for k, b in enumerate(r.draws)]
+        sampled = np.fromiter((i for i, _, _ in draws), np.int64, len(draws))
+        # Tokens of the row behind the one that is drawn: drafts.
+        behind = np.fromiter(
+            (max(0, len(plan.rows[i].drafts) - k) for i, _, k in draws), np.int64, len(draws)
+        )
         params = self._params[rows[sampled]]
-        params["branch"] = [b for _, b in draws]
+        params["branch"] = [b for _, b, _ in draws]
         kv_lens = start + n
         batch = StepInput(
             token_ids=self._to(_tokens(plan.rows)),
@@ -62,11 +66,11 @@ class DeviceRows:
             rows=self._to(rows),
             q_starts=self._to(np.concatenate(([0], ends)).astype(np.int32)),
             kv_lens=self._to(kv_lens.astype(np.int32)),
-            logit_rows=self._to(ends[sampled] - 1),
+            logit_rows=self._to(ends[sampled] - 1 - behind),
             q_lens=n.tolist(),
             kv_lens_host=kv_lens.tolist(),
         )
-        return batch, SampleRows(params, kv_lens[sampled])
+        return batch, SampleRows(params, kv_lens[sampled] - behind)
 
     def _update(self, seq: Sequence) -> int:
         """The sequence's row, its table and (once) its parameters brought up to date."""
@@ -111,5 +115,5 @@ def _tokens(rows: list[Row]) -> NDArray[np.int64]:
     if all(r.n == 1 for r in rows):
         return np.fromiter((r.seq.tokens[r.start] for r in rows), np.int64, len(rows))
     # Slices are copies: a view would forbid the sequence to grow while it lives.
-    parts = [np.asarray(r.seq.tokens[r.start : r.start + r.n], dtype=np.int64) for r in rows]
+    parts = [np.asarray(r.tokens, dtype=np.int64) for r in rows]
     return np.concatenate(parts)

@@ -131,6 +131,8 @@ class EngineConfig:
     """Longest sequence in tokens; None takes the model's, clamped to what the pool holds."""
     max_num_batched_tokens: int | None = None
     """Token budget of a step; None is 512 on a CPU, 2,048 on a GPU."""
+    speculate: int = 0
+    """Tokens a step and sequence that are looked up in the text so far and verified in one forward; 0 is none."""
     max_num_seqs: int = 64
     """Most sequences that run at once."""
     enable_prefix_caching: bool = True
@@ -178,11 +180,17 @@ class EngineConfig:
         need(x is None or x >= 2, f"--max-model-len must be at least 2, not {x}")
         s = self.max_num_seqs
         need(s >= 1, f"--max-num-seqs must be at least 1, not {s}")
+        k = self.speculate
+        need(0 <= k <= 64, f"--speculate must be from 0 to 64, not {k}")
         t = self.max_num_batched_tokens
         need(t is None or t >= 1, f"--max-num-batched-tokens must be at least 1, not {t}")
         need(
             t is None or t > s,
             f"--max-num-batched-tokens ({t}) must exceed --max-num-seqs ({s}), or decodes alone would fill a step",
+        )
+        need(
+            t is None or t > s * (1 + k),
+            f"--max-num-batched-tokens ({t}) must exceed --max-num-seqs x (1 + --speculate) = {s * (1 + k)}",
         )
         most = self.long_prefill_token_threshold
         need(most >= 0, f"--long-prefill-token-threshold must be 0 or more, not {most}")

@@ -18,6 +18,7 @@ from engine.detok import Detokenizer, TokenBytes
 from engine.event_log import EventLog
 from engine.events import (
     BeamPruned,
+    DraftVerified,
     EngineError,
     PoolSnapshot,
     RequestFinished,
@@ -39,6 +40,7 @@ from engine.runner import Logprob, ModelRunner, Plan, Row, StepOutput
 from engine.scheduler import Scheduler
 from engine.sequence import Request, Status
 from engine.sequence import Sequence as Branch
+from engine.speculate import PromptLookup
 
 PRUNED = "pruned"
 """finish_reason of a beam that was dropped; its request goes on without it."""
@@ -91,6 +93,7 @@ class EngineCore:
             adaptive_threshold=config.long_prefill_token_threshold_adaptive,
             by_priority=config.scheduling_policy == "priority",
             watermark=config.watermark,
+            lookup=PromptLookup(config.speculate, runner.max_model_len) if config.speculate else None,
         )
         self.requests: dict[int, Request] = {}
         """Waiting and running requests by id."""
@@ -308,7 +311,12 @@ class EngineCore:
         self.log.step += 1
         rows = plan.rows
         self.events.append(
-            StepScheduled([r.seq.seq_id for r in rows], [r.start for r in rows], [r.n for r in rows])
+            StepScheduled(
+                [r.seq.seq_id for r in rows],
+                [r.start for r in rows],
+                [r.n for r in rows],
+                [len(r.drafts) for r in rows] if any(r.drafts for r in rows) else [],
+            )
         )
         self._t_schedule = self.clock() - start
         return plan
@@ -387,6 +395,14 @@ class EngineCore:
             )
         )
         self._tell_logprobs(told)
+        for row, keep in zip(plan.rows, kept, strict=True):
+            seq = row.seq
+            if row.drafts and keep and seq.request not in bad:
+                # All but the newest token are computed: that many of the drafts were right.
+                self.events.append(
+                    DraftVerified(seq.seq_id, len(row.drafts), seq.num_computed - row.start - 1)
+                )
+                self.paging.truncate(seq, seq.num_computed)
         for seq in pruned:
             self.events.append(BeamPruned(seq.request.request_id, seq.seq_id))
             self.scheduler.retire(seq)
@@ -430,11 +446,21 @@ class EngineCore:
     def _advance(self, row: Row, new: list[int], now: float) -> list[tuple[Branch, list[int], str]]:
         """One executed row: its KV is there, its sampled tokens are appended, a token to each branch where
         samples part. Returns the branches, what they sampled and what that shows."""
-        seq, end = row.seq, row.start + row.n
+        seq, end = row.seq, row.start + row.n - len(row.drafts)
+        text = ""
+        if row.drafts and new:
+            # A sample behind a draft counts if the samples agree with all drafts before it.
+            agreed = next((i for i, d in enumerate(row.drafts) if d != new[i]), len(row.drafts))
+            known = len(seq)
+            text = self._extend(seq, new[: agreed + 1], now)
+            new = new[: len(seq) - known]
+            end = row.start + len(new)
         if row.start < seq.high_computed:
             seq.request.recomputed_tokens += min(end, seq.high_computed) - row.start
         seq.num_computed = end
         seq.high_computed = max(seq.high_computed, end)
+        if row.drafts:
+            return [(seq, new, text)]
         if not row.branches or not new:
             return [(seq, new, self._extend(seq, new, now))]
         seq.request.parted = True

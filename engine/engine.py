@@ -357,7 +357,8 @@ class Engine:
         config = self.config
         if config.max_num_batched_tokens is None:
             budget = 512 if runner.device == "cpu" else 2048
-            config = replace(config, max_num_batched_tokens=max(budget, 2 * config.max_num_seqs))
+            least = 2 * config.max_num_seqs * (1 + config.speculate)
+            config = replace(config, max_num_batched_tokens=max(budget, least))
         seed = (
             secrets.randbits(53) if config.hash_seed is None else config.hash_seed
         )  # exact in any JSON reader

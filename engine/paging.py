@@ -183,8 +183,15 @@ class Paging:
     def common_blocks(self, a: Sequence, b: Sequence) -> int:
         """Full blocks in which two branches of a request hold the same tokens, one token of `b` left out:
         whoever shares them still computes something."""
-        same = next((i for i, (x, y) in enumerate(zip(a.tokens, b.tokens, strict=False)) if x != y), len(a))
-        return min(same, len(b) - 1) // self.block_size
+        size = self.block_size
+        low, high = 0, min(len(a), len(b) - 1) // size
+        while low < high:  # equal up to `low`, unequal or unknown beyond: whole prefixes compare in C
+            middle = (low + high + 1) // 2
+            if a.tokens[low * size : middle * size] == b.tokens[low * size : middle * size]:
+                low = middle
+            else:
+                high = middle - 1
+        return low
 
     def rejoin(self, seq: Sequence, sibling: Sequence, shared: int, hits: list[int]) -> None:
         """Start the table of a branch that comes back from preemption: `shared` computed blocks of its

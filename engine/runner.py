@@ -7,6 +7,7 @@ in every layer before any attention reads, and never splits a step so that a rea
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -23,13 +24,23 @@ class Row:
     n: int
     sample: bool
     branches: tuple[int, ...] = ()
+    drafts: tuple[int, ...] = ()
+    """The last of the n tokens, which are not the sequence's yet: one is sampled before each and one after."""
     top: int = 0
     """A beam: nothing is drawn, the log probabilities of so many likeliest tokens are told."""
 
     @property
     def draws(self) -> tuple[int, ...]:
         """Branch number of each token to sample; empty if none is."""
-        return (self.branches or (self.seq.branch,)) if self.sample else ()
+        if not self.sample:
+            return ()
+        return self.branches or (self.seq.branch,) * (1 + len(self.drafts))
+
+    @property
+    def tokens(self) -> array[int]:
+        """The n tokens to compute."""
+        end = self.start + self.n - len(self.drafts)
+        return self.seq.tokens[self.start : end] + array("i", self.drafts)
 
 
 @dataclass(slots=True)

@@ -17,6 +17,7 @@ from engine.events import AdmissionBlocked, Event, PrefixLookup, RequestAdmitted
 from engine.paging import Paging
 from engine.runner import Plan, Row
 from engine.sequence import Request, Sequence, Status
+from engine.speculate import PromptLookup
 
 
 class Scheduler:
@@ -34,6 +35,7 @@ class Scheduler:
         adaptive_threshold: bool = False,
         by_priority: bool = False,
         watermark: float = 0.0,
+        lookup: PromptLookup | None = None,
     ) -> None:
         self.paging = paging
         self.waiting: deque[Request] = deque()
@@ -46,10 +48,11 @@ class Scheduler:
         self._adaptive = adaptive_threshold
         self._by_priority = by_priority
         self._reserve = int(watermark * paging.pool.num_usable)
+        self._lookup = lookup
         self.looks_again = True
         """A running prefill asks the cache at each chunk for what others have computed meanwhile."""
         self._rows: dict[Sequence, Row] = {}
-        self._budget = self._left = 0
+        self._budget = self._left = self._decodes_left = 0
         self._preempted_now = False
         self._blocked: tuple[int, str] | None = None
         self._retired: list[int] = []
@@ -97,9 +100,10 @@ class Scheduler:
         for request in self.running:
             for seq in request.live:
                 (decodes if seq.is_decoding else prefills).append(seq)
-        for seq in (*decodes, *prefills):
+        for place, seq in enumerate((*decodes, *prefills), 1):
             if self._left <= 0:
                 break
+            self._decodes_left = max(0, len(decodes) - place)
             if seq.request.status is Status.RUNNING:  # else preempted for an earlier one
                 self._schedule_running(seq)
         if not self._preempted_now:
@@ -131,6 +135,13 @@ class Scheduler:
             self.paging.rejoin(seq, first, shared, hits)
         if more:
             self.paging.take_more(seq, more)
+        drafts: tuple[int, ...] = ()
+        if self._lookup is not None and n == 1 and seq.is_decoding and start + 1 == len(seq.tokens):
+            # What the other decodes need is not the drafts', and nobody is preempted for them.
+            drafts = self._lookup.drafts(seq, self._left - 1 - self._decodes_left)
+        if drafts and self.paging.grow(seq, start + 1 + len(drafts)):
+            self._add_row(seq, 1 + len(drafts), drafts)
+            return
         while not self.paging.grow(seq, start + n):
             self.preempt(self._victim())
             # It was the victim, or shares a block that the victim was to write in this step.
@@ -219,13 +230,13 @@ class Scheduler:
         size = self.paging.block_size
         return sum(-(-len(s) // size) - self.paging.common_blocks(first, s) for s in others)
 
-    def _add_row(self, seq: Sequence, n: int) -> None:
+    def _add_row(self, seq: Sequence, n: int, drafts: tuple[int, ...] = ()) -> None:
         end = seq.num_computed + n
-        sample = end == len(seq.tokens)
+        sample = end >= len(seq.tokens)
         request = seq.request
         parting = tuple(range(request.params.n)) if sample and request.fans_out else ()
         top = request.search.candidates if sample and request.search else 0
-        self._rows[seq] = Row(seq, seq.num_computed, n, sample, parting, top)
+        self._rows[seq] = Row(seq, seq.num_computed, n, sample, parting, drafts, top)
         self._left -= n
         if not seq.is_decoding:
             self.paging.publish(seq, min(end, seq.num_known))

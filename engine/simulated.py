@@ -176,7 +176,9 @@ class SimulatedRunner:
         time = self._cost.step([(r.start, r.n) for r in rows], sum(len(r.draws) for r in rows))
         for row in rows:
             row.seq.table_changed_from = len(row.seq.table)
-        token_ids = [[self._next(row, branch) for branch in row.draws] for row in rows]
+        token_ids = [
+            [self._next(row, b, max(0, len(row.drafts) - k)) for k, b in enumerate(row.draws)] for row in rows
+        ]
         logprobs = {i: [self._beam(row)] for i, row in enumerate(rows) if row.top}
         self._busy += time.gpu
         self._moved += time.moved
@@ -209,9 +211,9 @@ class SimulatedRunner:
         ids = list(tokens)[: row.top]
         return Logprob(0.0, ids, [-0.5 - 0.1 * i for i in range(len(ids))])
 
-    def _next(self, row: Row, branch: int) -> int:
+    def _next(self, row: Row, branch: int, behind: int = 0) -> int:
         request = row.seq.request
-        at = row.start + row.n - request.prompt_tokens
+        at = row.start + row.n - behind - request.prompt_tokens
         seed = (request.params.seed or 0) + (branch << 40)
         if request.eos_token_ids and at >= SHORTEST + seed % SPREAD and at % self._language.sentence == 0:
             return 0

@@ -88,7 +88,7 @@ class ToyRunner:
             row.seq.table_changed_from = len(row.seq.table)
             at = np.arange(row.start, row.start + row.n)
             blocks = np.array(table)[at // self.block_size]
-            self._kv[blocks, at % self.block_size, 0] = row.seq.tokens[row.start : row.start + row.n]
+            self._kv[blocks, at % self.block_size, 0] = row.tokens
             self._kv[blocks, at % self.block_size, 1] = at
         self._fault(plan.step, "after")
         token_ids: list[list[int]] = []
@@ -102,7 +102,14 @@ class ToyRunner:
                 continue
             at = np.arange(row.start + row.n)
             kv = self._kv[np.array(self._tables[row.seq.seq_id])[at // self.block_size], at % self.block_size]
-            token_ids.append([next_token(kv[:, 0], kv[:, 1], b, self.vocab_size) for b in row.draws])
+            behind = range(len(row.drafts), -1, -1) if row.drafts else [0] * len(row.draws)
+            seen = [kv[: len(kv) - k] for k in behind]
+            token_ids.append(
+                [
+                    next_token(known[:, 0], known[:, 1], branch, self.vocab_size)
+                    for known, branch in zip(seen, row.draws, strict=True)
+                ]
+            )
             if row.top:
                 all_ = next_logprobs(kv[:, 0], kv[:, 1], self.vocab_size)
                 ids = np.argsort(-all_, kind="stable")[: row.top].tolist()

@@ -80,6 +80,7 @@ class Audit(PoolLaws, RequestLaws, StepLaws):
         ev.RequestPreempted: RequestLaws._on_preempted,
         ev.RequestFinished: RequestLaws._on_finished,
         ev.SequenceForked: StepLaws._on_forked,
+        ev.DraftVerified: StepLaws._on_verified,
         ev.BeamPruned: StepLaws._on_pruned,
         ev.StepScheduled: StepLaws._on_scheduled,
         ev.TokensSampled: StepLaws._on_sampled,

@@ -92,6 +92,8 @@ class Books:
         self._stored_now: set[int] = set()
         self._publishing: list[Life] = []
         self._scheduled: ev.StepScheduled | None = None
+        self._drafts: dict[int, tuple[int, int]] = {}
+        """Drafts of a sequence in this step, and how many its tokens say were accepted."""
         self._born: dict[int, int] = {}
         """Branches that parted in this step, and the tokens that their parents have computed in it."""
         self._sampled = self._completed = self._failed = False

@@ -45,10 +45,12 @@ class StepLaws(Books):
     def _on_scheduled(self, e: ev.StepScheduled) -> None:
         need(self._scheduled is None, "two StepScheduled in one batch")
         need(len(e.seq_ids) == len(e.start) == len(e.n), "columns of different lengths")
+        need(len(e.drafts) in (0, len(e.n)), "drafts are told for some rows only")
         need(len(set(e.seq_ids)) == len(e.seq_ids), "a sequence is scheduled twice")
         self._scheduled = e
         self.steps += 1
-        for i, start, n in zip(e.seq_ids, e.start, e.n, strict=True):
+        drafts = e.drafts or [0] * len(e.n)
+        for i, start, n, drafted in zip(e.seq_ids, e.start, e.n, drafts, strict=True):
             branch = self._branch(i)
             branch.request.lookup = None
             need(not branch.pruned, f"sequence {i} is scheduled although it was dropped")
@@ -56,7 +58,8 @@ class StepLaws(Books):
             need(start == branch.computed, f"sequence {i} starts at {start}, {branch.computed} are computed")
             end = start + n
             need(
-                n > 0 and end <= branch.length, f"sequence {i} computes up to {end} of {branch.length} tokens"
+                n > 0 and end <= branch.length + drafted,
+                f"sequence {i} computes up to {end} of {branch.length} tokens",
             )
             table = self.mirror.tables.get(i, [])
             need(len(table) * self.size >= end, f"sequence {i} has no block for position {end - 1}")
@@ -93,6 +96,13 @@ class StepLaws(Books):
             else:
                 row = plan.seq_ids.index(i)
                 start, end = plan.start[row], plan.start[row] + plan.n[row]
+                drafted = plan.drafts[row] if plan.drafts else 0
+                if drafted:
+                    need(start == branch.length - 1, f"sequence {i} has drafts before it decodes")
+                    need(count <= drafted + 1, f"sequence {i} has {count} tokens of {drafted} drafts")
+                    end = start + max(1, count)
+                    if count:
+                        self._drafts[i] = (drafted, count - 1)
             need(computed == end, f"sequence {i} has {computed} computed tokens, {end} were scheduled")
             if end < branch.length:
                 need(count == 0, f"sequence {i} sampled before its last token was computed")
@@ -112,6 +122,11 @@ class StepLaws(Books):
         need(not unborn, f"sequence {min(unborn, default=0)} parted but has no row")
         self._born.clear()
 
+    def _on_verified(self, e: ev.DraftVerified) -> None:
+        want = self._drafts.pop(e.seq_id, None)
+        told = (e.proposed, e.accepted)
+        need(want == told, f"sequence {e.seq_id}: {told} drafts proposed and accepted, its tokens say {want}")
+
     def _on_pieces(self, e: ev.TokenPieces) -> None:
         need(len(e.ids) == len(e.bytes), "columns of different lengths")
         again = self._pieces.intersection(e.ids)
@@ -121,6 +136,7 @@ class StepLaws(Books):
     def _on_completed(self, e: ev.StepCompleted) -> None:
         plan, mirror = self._scheduled, self.mirror
         need(plan is not None and not self._completed, "StepCompleted without its StepScheduled")
+        need(not self._drafts, f"DraftVerified is missing for sequence {min(self._drafts, default=0)}")
         assert plan is not None
         self._completed = True
         tokens = e.decode_tokens + e.prefill_tokens

@@ -44,10 +44,14 @@ class Storm:
         )
         seqs = r.randint(1, 6)
         chunked = r.random() < 0.8
-        budget = r.randint(seqs + 1, 40) if chunked else runner.max_model_len + seqs
+        drafts = r.choice([0, 0, 3])
+        budget = (
+            r.randint(seqs * (1 + drafts) + 1, 40) if chunked else runner.max_model_len + seqs * (1 + drafts)
+        )
         config = EngineConfig(
             max_num_batched_tokens=budget,
             max_num_seqs=seqs,
+            speculate=drafts,
             enable_chunked_prefill=chunked,
             enable_prefix_caching=r.random() < 0.9,
             long_prefill_token_threshold=r.choice([0, 0, 5]),
@@ -232,5 +236,5 @@ def test_the_storms_reach_every_kind_of_pool_event() -> None:
     assert {
         "BlocksAllocated", "BlocksTouched:hit", "BlocksTouched:fork", "BlocksCopied", "BlocksReleased",
         "BlocksStored", "BlocksEvicted:reallocated", "BlocksEvicted:unwritten", "BlocksEvicted:invalid",
-        "CacheCleared", "RequestPreempted", "AdmissionBlocked", "SequenceForked", "BeamPruned",
+        "CacheCleared", "RequestPreempted", "AdmissionBlocked", "SequenceForked", "BeamPruned", "DraftVerified",
     } <= kinds  # fmt: skip

@@ -71,7 +71,8 @@ class Storm:
         )
         seqs = r.randint(2, 6)
         config = EngineConfig(
-            max_num_batched_tokens=r.randint(seqs + 1, 40),
+            max_num_batched_tokens=r.randint(3 * seqs + 1, 40),
+            speculate=2,
             max_num_seqs=seqs,
             enable_prefix_caching=r.random() < 0.95,
             **knobs,
