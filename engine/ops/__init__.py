@@ -43,8 +43,8 @@ def get_ops(
             raise SetupError(f"--ops cpu does not run on {what}: use --ops reference")
         from engine.ops import cpu, cpu_native
 
-        if dtype == torch.bfloat16 and not fp8_kv and not quantization and cpu_native.available(model):
-            return cpu_native.NativeCpuOps(device, dtype, model)
+        if dtype == torch.bfloat16 and cpu_native.available(model):
+            return cpu_native.NativeCpuOps(device, dtype, model, quantization)
         return cpu.CpuOps(device, dtype, quantization)
     if name == "triton":
         raise SetupError("--ops triton is not part of this version: use --ops auto or --ops reference")

@@ -19,8 +19,9 @@ from torch import Tensor
 from engine.config import ModelConfig
 from engine.ops import native
 from engine.ops.base import AttentionWeights, MlpWeights, Ops, Packed, RopeTable, State, StepInput, StepPlan
-from engine.ops.fp8 import Kv
+from engine.ops.fp8 import Fp8Kv, Kv
 from engine.ops.threads import ThreadChoice
+from engine.ops.weights import Int8, Quantised, Quantization
 from engine.sampler import SampleRows
 
 _BF16, _F32 = 0, 1
@@ -53,6 +54,7 @@ class _Panels:
     struct: native.Linear
     data: Tensor
     bias: Tensor | None
+    scale: Tensor | None
 
 
 class NativeCpuOps(Ops):
@@ -60,8 +62,14 @@ class NativeCpuOps(Ops):
 
     name = "cpu"
 
-    def __init__(self, device: torch.device, dtype: torch.dtype, model: ModelConfig) -> None:
-        super().__init__(device, dtype)
+    def __init__(
+        self,
+        device: torch.device,
+        dtype: torch.dtype,
+        model: ModelConfig,
+        quantization: Quantization | None = None,
+    ) -> None:
+        super().__init__(device, dtype, quantization)
         lib = native.load()
         if lib is None:
             raise RuntimeError("no C kernels on this machine: ask available() first")
@@ -77,9 +85,30 @@ class NativeCpuOps(Ops):
         kp = -(-k // 2)
         data = torch.empty(-(-n // native.PANEL) * kp * native.PANEL * 2, dtype=self.dtype)
         self._lib.kvtop_pack(weight.data_ptr(), n, k, data.data_ptr())
+        return self._packed(n, k, 16, data, None, bias)
+
+    def pack_quantised(self, weight: Quantised, bias: Tensor | None) -> Packed:
+        (n, k), panels = weight.shape, -(-weight.shape[0] // native.PANEL)
+        pairs = -(-k // 2)
+        if isinstance(weight, Int8):
+            data = torch.empty(panels * pairs * native.PANEL * 2, dtype=torch.int8)
+            self._lib.kvtop_pack8(weight.codes.contiguous().data_ptr(), n, k, data.data_ptr())
+            return self._packed(n, k, 8, data, weight.scale.contiguous(), bias)
+        data = torch.empty(panels * pairs * native.PANEL, dtype=torch.uint8)
+        parts = [t.contiguous() for t in (weight.codes, weight.scale, weight.minimum)]
+        scales = torch.empty(panels * parts[1].shape[1] * 2 * native.PANEL, dtype=torch.float16)
+        pointers = (t.data_ptr() for t in parts)
+        self._lib.kvtop_pack4(*pointers, n, k, data.data_ptr(), scales.data_ptr())
+        return self._packed(n, k, 4, data, scales, bias)
+
+    def _packed(
+        self, n: int, k: int, bits: int, data: Tensor, scale: Tensor | None, bias: Tensor | None
+    ) -> Packed:
         b = None if bias is None else bias.float().contiguous()
-        struct = native.Linear(n, k, kp, data.data_ptr(), None if b is None else b.data_ptr())
-        return Packed(k, n, _Panels(struct, data, b), b)
+        pointers = (None if t is None else t.data_ptr() for t in (data, b, scale))
+        at, of_bias, of_scale = pointers
+        struct = native.Linear(n, k, -(-k // 2), at, of_bias, bits, of_scale)
+        return Packed(k, n, _Panels(struct, data, b, scale), b)
 
     def vector(self, weight: Tensor) -> Tensor:
         return weight.float().contiguous()
@@ -156,7 +185,7 @@ class NativeCpuOps(Ops):
         qkv = qkv.contiguous()
         q = torch.empty(len(qkv), w.heads, w.head_dim, dtype=self.dtype)
         step.qkv, step.q = qkv.data_ptr(), q.data_ptr()
-        self._lib.kvtop_qkv_prepare(byref(step), byref(_attention(w)), _tensor(kv).data_ptr())
+        self._lib.kvtop_qkv_prepare(byref(step), byref(_attention(w)), *_addresses(kv))
         return q
 
     def attention(self, q: Tensor, kv: Kv, w: AttentionWeights, plan: StepPlan) -> Tensor:
@@ -164,7 +193,7 @@ class NativeCpuOps(Ops):
         q = q.contiguous()
         out = torch.empty_like(q)
         step.q, step.y = q.data_ptr(), out.data_ptr()
-        self._lib.kvtop_attention(byref(step), byref(_attention(w)), _tensor(kv).data_ptr())
+        self._lib.kvtop_attention(byref(step), byref(_attention(w)), *_addresses(kv))
         return out
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
@@ -196,7 +225,7 @@ class NativeCpuOps(Ops):
         residual = _sum(state)
         step = self._step(plan, kv)
         self._lib.kvtop_attention_block(
-            byref(step), byref(_attention(w)), _tensor(kv).data_ptr(), residual.data_ptr()
+            byref(step), byref(_attention(w)), *_addresses(kv), residual.data_ptr()
         )
         return None, residual
 
@@ -271,9 +300,9 @@ def _pairs(counts: NDArray[np.int64]) -> NDArray[np.int32]:
     return np.ascontiguousarray(np.stack([i, part], 1).astype(np.int32))
 
 
-def _tensor(kv: Kv) -> Tensor:
-    assert isinstance(kv, Tensor)
-    return kv
+def _addresses(kv: Kv) -> tuple[int, int | None]:
+    """Of the values and, under FP8, of the scales."""
+    return (kv.data.data_ptr(), kv.scale.data_ptr()) if isinstance(kv, Fp8Kv) else (kv.data_ptr(), None)
 
 
 def _sum(state: State) -> Tensor:

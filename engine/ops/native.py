@@ -34,7 +34,12 @@ MAX_DIM = 256
 
 
 class Linear(Structure):
-    _fields_ = (("n", c_int64), ("k", c_int64), ("kp", c_int64), ("data", c_void_p), ("bias", c_void_p))
+    _fields_ = (
+        *((name, c_int64) for name in ("n", "k", "kp")),
+        *((name, c_void_p) for name in ("data", "bias")),
+        ("bits", c_int64),
+        ("scale", c_void_p),
+    )
 
 
 class Attention(Structure):
@@ -115,10 +120,12 @@ def _declare(lib: ctypes.CDLL) -> ctypes.CDLL:
     step, attention, mlp, linear = POINTER(Step), POINTER(Attention), POINTER(Mlp), POINTER(Linear)
     for name, types in {
         "kvtop_pack": (p, i, i, p),
+        "kvtop_pack8": (p, i, i, p),
+        "kvtop_pack4": (p, p, p, i, i, p, p),
         "kvtop_linear": (p, linear, p, i, i, i),
-        "kvtop_qkv_prepare": (step, attention, p),
-        "kvtop_attention": (step, attention, p),
-        "kvtop_attention_block": (step, attention, p, p),
+        "kvtop_qkv_prepare": (step, attention, p, p),
+        "kvtop_attention": (step, attention, p, p),
+        "kvtop_attention_block": (step, attention, p, p, p),
         "kvtop_mlp_block": (step, mlp, p),
         "kvtop_sample": (p, i, i, p, p, p, p, i),
     }.items():

@@ -13,12 +13,16 @@ from engine.config import EngineConfig, ModelConfig, SetupError
 from engine.events import BlocksCopied, BlocksEvicted, PrefixLookup, RequestPreempted
 from engine.hub import ModelFiles
 from engine.kv_cache import allocate, plan_size
+from engine.layers import attention_weights
+from engine.ops import cpu_native
+from engine.ops.base import Ops
 from engine.ops.fp8 import LARGEST, Fp8Kv, dequantise, quantise
 from engine.ops.reference import ReferenceOps
 from engine.runner import Plan, Row
 from engine.torch_runner import TorchRunner
 from tests.engine.quality import PAGE, logprobs
 from tests.engine.test_exact import NEW, Run, families
+from tests.engine.test_ops import RAGGED, SHAPES, Setting, model, needs_native
 from tests.engine.tiny import CPU64, LLAMA3, QWEN3, Driver, random_weights
 
 CPU = torch.device("cpu")
@@ -119,6 +123,56 @@ def test_a_bad_row_is_seen_and_the_others_go_on() -> None:
         r.cache.scale[1, 1, bad.table[0]] = float("nan")
     output = r.execute(Plan(0, [Row(bad, 2, 1, True), Row(good, 2, 1, True)]))
     assert output.bad_rows == [0]
+
+
+@needs_native
+def test_the_c_kernels_write_the_same_bytes() -> None:
+    c = model(4, 2, 64)
+    s = Setting(c, 16, torch.bfloat16, RAGGED)
+    rows = torch.logspace(-30, 30, len(s.qkv))[:, None]
+    rows[::7] = 2.0**-130  # subnormal scales
+    s.qkv = s.rounded(s.qkv * rows)
+    s.qkv[5, 400] = float("nan")
+    s.qkv[6, 401] = float("inf")
+    written = []
+    for ops in (ReferenceOps(CPU, torch.bfloat16), cpu_native.NativeCpuOps(CPU, torch.bfloat16, c)):
+        kv = Fp8Kv(torch.zeros(s.kv.shape, dtype=torch.uint8), torch.zeros(s.kv.shape[:-1]))
+        w = attention_weights(ops, s.config, dict(s.weights), 0)
+        w.k_norm = w.q_norm = None
+        with torch.inference_mode():
+            ops.qkv_prepare(s.qkv.to(torch.bfloat16), w, kv, ops.plan(s.batch, s.rope))
+        written.append(kv)
+    want, got = written
+    at = (s.batch.slots // 16, slice(None), s.batch.slots % 16)
+    for half in (0, 1):
+        values = [dequantise(kv.data[half][at], kv.scale[half][at], torch.float32) for kv in written]
+        assert torch.equal(values[0].isnan().any(-1), (~values[1].isfinite()).any(-1))
+    ok = want.scale[1][at].isfinite()
+    assert torch.equal(want.scale[1][at][ok], got.scale[1][at][ok])
+    assert torch.equal(want.data[1][at][ok], got.data[1][at][ok])
+    # K differs where its rotation rounds another way, and below 2^-126, where the kernels' bf16 is zero.
+    ok = want.scale[0][at].isfinite()
+    ok[::7] = False
+    differ = want.data[0][at][ok] != got.data[0][at][ok]
+    assert differ.float().mean() < 0.02
+
+
+@needs_native
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("block_size", [1, 16])
+def test_the_c_kernels_attend_as_exactly_as_over_bf16(shape: tuple[int, int, int], block_size: int) -> None:
+    s = Setting(model(*shape), block_size, torch.bfloat16, RAGGED)
+    kv = Fp8Kv(*quantise(s.kv))  # NaN outside the sequences
+
+    def attention(ops: Ops) -> torch.Tensor:
+        w = attention_weights(ops, s.config, dict(s.weights), 0)
+        with torch.inference_mode():
+            return ops.attention(s.q.to(ops.dtype), kv, w, ops.plan(s.batch, s.rope)).double()
+
+    exact = attention(ReferenceOps(CPU, torch.float64))
+    plain = attention(ReferenceOps(CPU, torch.bfloat16))
+    ours = attention(cpu_native.NativeCpuOps(CPU, torch.bfloat16, s.config))
+    assert (ours - exact).norm() <= 2 * (plain - exact).norm()
 
 
 # -------------------------------------------------------------------------------------- the engine

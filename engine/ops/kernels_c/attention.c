@@ -8,17 +8,36 @@
 
 #define LOG2E 1.44269504f
 
+/* Keys and values read from e4m3 lie here while a task needs them. */
+typedef struct {
+  bf16 k[KEYS * MAX_DIM], v[KEYS * MAX_DIM];
+} Decoded;
+
+static inline const bf16 *decoded(const uint8_t *in, float scale, int64_t dim, bf16 *out) {
+  __m512 by = _mm512_set1_ps(scale * 256.0f);
+  for (int64_t d = 0; d < dim; d += 16) narrow(out + d, _mm512_mul_ps(from_e4m3(in + d), by));
+  return out;
+}
+
 /* Addresses of `count` keys from `first`, which lie in blocks; past the end the last key again. */
 static inline void locate(const Step *s, const Attention *w, int seq, int64_t kv_head, int64_t first, int count,
-                          const bf16 *k_cache, const bf16 *v_cache, const bf16 **k, const bf16 **v) {
+                          const Cache *c, Decoded *room, const bf16 **k, const bf16 **v) {
   const int32_t *table = s->tables + (int64_t)s->rows[seq] * s->table_stride;
   int64_t last = s->kv_lens[seq] - 1;
   for (int i = 0; i < count; i++) {
     int64_t key = first + i < last ? first + i : last;
     int64_t slot = ((int64_t)table[key / s->block_size] * w->kv_heads + kv_head) * s->block_size +
                    key % s->block_size;
-    k[i] = k_cache + slot * w->dim;
-    v[i] = v_cache + slot * w->dim;
+    if (!c->k_scale) {
+      k[i] = (const bf16 *)c->k + slot * w->dim;
+      v[i] = (const bf16 *)c->v + slot * w->dim;
+    } else if (first + i > last) { /* the last one is decoded already */
+      k[i] = k[i - 1];
+      v[i] = v[i - 1];
+    } else {
+      k[i] = decoded((const uint8_t *)c->k + slot * w->dim, c->k_scale[slot], w->dim, room->k + i * w->dim);
+      v[i] = decoded((const uint8_t *)c->v + slot * w->dim, c->v_scale[slot], w->dim, room->v + i * w->dim);
+    }
   }
 }
 
@@ -133,15 +152,16 @@ static void merge(const float *partial, int64_t parts, int64_t stride, int64_t d
   }
 }
 
-static void decode(const Step *s, const Attention *w, const bf16 *k_cache, const bf16 *v_cache) {
+static void decode(const Step *s, const Attention *w, const Cache *c) {
   int64_t dim = w->dim, group = w->heads / w->kv_heads, row = w->heads * (dim + 2);
 #pragma omp for schedule(dynamic)
   for (int64_t task = 0; task < s->num_decode * w->kv_heads; task++) {
     int seq = s->decode[task / w->kv_heads * 2], part = s->decode[task / w->kv_heads * 2 + 1];
     int64_t kv_head = task % w->kv_heads, left = s->kv_lens[seq] - (int64_t)part * KEYS;
     const bf16 *k[KEYS], *v[KEYS];
+    Decoded room;
     int count = left < KEYS ? left : KEYS;
-    locate(s, w, seq, kv_head, (int64_t)part * KEYS, (count + 15) / 16 * 16, k_cache, v_cache, k, v);
+    locate(s, w, seq, kv_head, (int64_t)part * KEYS, (count + 15) / 16 * 16, c, &room, k, v);
     float *out = s->partial + (s->part_start[seq] + part) * row + kv_head * group * (dim + 2);
     const bf16 *q = s->q + (s->q_starts[seq] * w->heads + kv_head * group) * dim;
     for (int64_t h = 0; h < group; h += 8)
@@ -255,7 +275,7 @@ static void prefill_tile(const Step *s, const Attention *w, int seq, int64_t kv_
       narrow(s->y + from[i] + d, _mm512_div_ps(_mm512_load_ps(acc + i * dim + d), _mm512_set1_ps(factor[i])));
 }
 
-static void prefill(const Step *s, const Attention *w, const bf16 *k_cache, const bf16 *v_cache) {
+static void prefill(const Step *s, const Attention *w, const Cache *c) {
   int64_t dim = w->dim, group = w->heads / w->kv_heads;
 #pragma omp for schedule(dynamic)
   for (int64_t task = 0; task < s->num_pack * w->kv_heads; task++) {
@@ -263,8 +283,9 @@ static void prefill(const Step *s, const Attention *w, const bf16 *k_cache, cons
     int64_t kv_head = task % w->kv_heads, left = s->kv_lens[seq] - (int64_t)part * KEYS;
     int64_t at = ((s->part_start[seq] + part) * w->kv_heads + kv_head) * KEYS * dim;
     const bf16 *k[KEYS], *v[KEYS];
+    Decoded room;
     int count = left < KEYS ? left : KEYS;
-    locate(s, w, seq, kv_head, (int64_t)part * KEYS, count, k_cache, v_cache, k, v);
+    locate(s, w, seq, kv_head, (int64_t)part * KEYS, count, c, &room, k, v);
     pack_block(k, v, count, dim, s->keys + at, s->values + at);
   }
   /* The last tiles of a sequence see the most keys: they go first, so that threads end together. */
@@ -277,7 +298,7 @@ static void prefill(const Step *s, const Attention *w, const bf16 *k_cache, cons
   }
 }
 
-void attend(const Step *s, const Attention *w, const bf16 *k_cache, const bf16 *v_cache) {
-  if (s->num_decode) decode(s, w, k_cache, v_cache);
-  if (s->num_tiles) prefill(s, w, k_cache, v_cache);
+void attend(const Step *s, const Attention *w, const Cache *c) {
+  if (s->num_decode) decode(s, w, c);
+  if (s->num_tiles) prefill(s, w, c);
 }

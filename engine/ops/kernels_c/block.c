@@ -1,5 +1,6 @@
 /* The small operations and the blocks: one parallel region a block, the residual in float32. */
 #include "kernels.h"
+#include <float.h>
 #include <math.h>
 #include <omp.h>
 
@@ -51,8 +52,25 @@ static inline void rotate_head(const bf16 *in, const float *weight, float eps, c
   }
 }
 
+/* One head in e4m3: the largest value becomes 448. What is not finite makes the scale so. */
+static void quantise_head(const bf16 *in, int64_t dim, uint8_t *out, float *scale) {
+  __m512i top = _mm512_setzero_si512(); /* as integers, so that NaN is the largest */
+  for (int64_t i = 0; i < dim; i += 16)
+    top = _mm512_max_epi32(top, _mm512_castps_si512(_mm512_abs_ps(widen(in + i))));
+  int32_t bits = _mm512_reduce_max_epi32(top);
+  float largest;
+  memcpy(&largest, &bits, 4);
+  *scale = largest / 448.0f;
+  if (*scale < FLT_MIN) *scale = FLT_MIN;
+  __m512 by = _mm512_set1_ps(*scale), most = _mm512_set1_ps(448.0f);
+  for (int64_t i = 0; i < dim; i += 16) {
+    __m512 v = _mm512_div_ps(widen(in + i), by);
+    to_e4m3(out + i, _mm512_max_ps(_mm512_min_ps(v, most), _mm512_sub_ps(_mm512_setzero_ps(), most)));
+  }
+}
+
 /* qkv -> q (rotated) and the slots of K (rotated) and V. */
-void prepare_rows(const Step *s, const Attention *w, bf16 *k_cache, bf16 *v_cache) {
+void prepare_rows(const Step *s, const Attention *w, const Cache *c) {
   int64_t dim = w->dim, row = (w->heads + 2 * w->kv_heads) * dim;
 #pragma omp for schedule(static)
   for (int64_t t = 0; t < s->tokens; t++) {
@@ -62,36 +80,48 @@ void prepare_rows(const Step *s, const Attention *w, bf16 *k_cache, bf16 *v_cach
     for (int64_t h = 0; h < w->heads; h++)
       rotate_head(in + h * dim, w->q_norm, w->eps, cos, sin, dim, s->q + (t * w->heads + h) * dim);
     for (int64_t h = 0; h < w->kv_heads; h++) {
-      int64_t at = ((block * w->kv_heads + h) * s->block_size + offset) * dim;
-      rotate_head(in + (w->heads + h) * dim, w->k_norm, w->eps, cos, sin, dim, k_cache + at);
-      memcpy(v_cache + at, in + (w->heads + w->kv_heads + h) * dim, dim * 2);
+      int64_t slot = (block * w->kv_heads + h) * s->block_size + offset;
+      const bf16 *key = in + (w->heads + h) * dim, *value = in + (w->heads + w->kv_heads + h) * dim;
+      if (c->k_scale) {
+        bf16 rotated[MAX_DIM];
+        rotate_head(key, w->k_norm, w->eps, cos, sin, dim, rotated);
+        quantise_head(rotated, dim, (uint8_t *)c->k + slot * dim, c->k_scale + slot);
+        quantise_head(value, dim, (uint8_t *)c->v + slot * dim, c->v_scale + slot);
+      } else {
+        rotate_head(key, w->k_norm, w->eps, cos, sin, dim, (bf16 *)c->k + slot * dim);
+        memcpy((bf16 *)c->v + slot * dim, value, dim * 2);
+      }
     }
   }
 }
 
-/* kv: one layer of the cache [2][block][kv_head][slot][dim]. */
-static bf16 *values_of(const Step *s, const Attention *w, bf16 *kv) {
-  return kv + s->num_blocks * w->kv_heads * s->block_size * w->dim;
+/* kv: one layer of the cache [2][block][kv_head][slot][dim]; scale [2][block][kv_head][slot] or NULL. */
+static Cache cache_of(const Step *s, const Attention *w, void *kv, float *scale) {
+  int64_t slots = s->num_blocks * w->kv_heads * s->block_size;
+  Cache c = {kv, (char *)kv + slots * w->dim * (scale ? 1 : 2), scale, scale ? scale + slots : 0};
+  return c;
 }
 
-void kvtop_qkv_prepare(const Step *s, const Attention *w, bf16 *kv) {
+void kvtop_qkv_prepare(const Step *s, const Attention *w, void *kv, float *scale) {
+  Cache c = cache_of(s, w, kv, scale);
 #pragma omp parallel num_threads(s->threads)
-  prepare_rows(s, w, kv, values_of(s, w, kv));
+  prepare_rows(s, w, &c);
 }
 
-void kvtop_attention(const Step *s, const Attention *w, bf16 *kv) {
+void kvtop_attention(const Step *s, const Attention *w, void *kv, float *scale) {
+  Cache c = cache_of(s, w, kv, scale);
 #pragma omp parallel num_threads(s->threads)
-  attend(s, w, kv, values_of(s, w, kv));
+  attend(s, w, &c);
 }
 
-void kvtop_attention_block(const Step *s, const Attention *w, bf16 *kv, float *residual) {
-  bf16 *v = values_of(s, w, kv);
+void kvtop_attention_block(const Step *s, const Attention *w, void *kv, float *scale, float *residual) {
+  Cache c = cache_of(s, w, kv, scale);
 #pragma omp parallel num_threads(s->threads)
   {
     norm_rows(residual, w->norm, w->eps, s->x, s->tokens, w->qkv.k);
     linear_rows(s->x, &w->qkv, s->qkv, s->tokens, STORE_BF16);
-    prepare_rows(s, w, kv, v);
-    attend(s, w, kv, v);
+    prepare_rows(s, w, &c);
+    attend(s, w, &c);
     linear_rows(s->y, &w->out, residual, s->tokens, ADD_F32);
   }
 }

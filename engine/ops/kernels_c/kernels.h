@@ -19,11 +19,21 @@ typedef uint16_t bf16;
 #define MAX_DIM 256
 #define KEYS 128  /* keys that share a softmax pass; fixed, so that sums don't depend on the batch */
 
+#define GROUP 32  /* values that share a scale and a minimum in INT4 */
+
 typedef struct {
   int64_t n, k, kp;   /* out, in, ceil(k / 2) */
-  const bf16 *data;   /* panels */
+  const void *data;   /* panels */
   const float *bias;  /* [n] or NULL */
+  int64_t bits;       /* of a value in the panels: 16 (bf16), 8 or 4 */
+  const void *scale;  /* 8: float [n]; 4: fp16 [panel][group][scale, minimum][32] */
 } Linear;
+
+/* One layer of the KV cache: bf16, or bits of e4m3 with a scale for each (block, head, slot). */
+typedef struct {
+  void *k, *v;
+  float *k_scale, *v_scale; /* NULL: bf16 */
+} Cache;
 
 typedef struct {
   Linear qkv, out;
@@ -56,8 +66,8 @@ typedef struct {
 void norm_rows(const float *residual, const float *weight, float eps, bf16 *out, int64_t m, int64_t k);
 enum { STORE_BF16, STORE_F32, ADD_F32, GATED };
 void linear_rows(const bf16 *x, const Linear *w, void *out, int64_t m, int mode);
-void prepare_rows(const Step *s, const Attention *w, bf16 *k_cache, bf16 *v_cache);
-void attend(const Step *s, const Attention *w, const bf16 *k_cache, const bf16 *v_cache);
+void prepare_rows(const Step *s, const Attention *w, const Cache *c);
+void attend(const Step *s, const Attention *w, const Cache *c);
 
 /* out[r][c] = sum over k of a[r][k] * b[k][c] for `rows` rows (at most 6 with two panels, 12 with one) and
  * the columns of b0, then of b1 (may be NULL). lda and ldo: elements from row to row. */
@@ -74,6 +84,31 @@ static inline __m512bh pair(const bf16 *p) { /* two neighbours in every lane */
   int32_t v;
   memcpy(&v, p, 4);
   return (__m512bh)_mm512_set1_epi32(v);
+}
+
+/* e4m3 is a float16 without its lowest seven bits, 2^8 too small: both ways are exact, subnormals too. */
+static inline __m512 from_e4m3(const uint8_t *p) {
+  __m256i u = _mm256_cvtepu8_epi16(_mm_loadu_si128((const void *)p));
+  __m256i sign = _mm256_slli_epi16(_mm256_and_si256(u, _mm256_set1_epi16(0x80)), 8);
+  __m256i rest = _mm256_slli_epi16(_mm256_and_si256(u, _mm256_set1_epi16(0x7F)), 7);
+  return _mm512_cvtph_ps(_mm256_or_si256(sign, rest)); /* times 2^8 is the value */
+}
+
+/* |v| at most 448; to the nearest, ties to even. */
+static inline void to_e4m3(uint8_t *p, __m512 v) {
+  __m512 a = _mm512_abs_ps(v);
+  __m512i bits = _mm512_castps_si512(a);
+  __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 20), _mm512_set1_epi32(1));
+  bits = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7FFFF)), odd);
+  __m512 r = _mm512_castsi512_ps(_mm512_and_si512(bits, _mm512_set1_epi32(0xFFF00000)));
+  __m512 even = _mm512_set1_ps(16384.0f); /* floats from here on are 2^-9 apart, as e4m3's subnormals are */
+  __mmask16 small = _mm512_cmp_ps_mask(a, _mm512_set1_ps(0.015625f), _CMP_LT_OQ);
+  r = _mm512_mask_sub_ps(r, small, _mm512_add_ps(a, even), even);
+  __m256i half = _mm512_cvtps_ph(_mm512_mul_ps(r, _mm512_set1_ps(0.00390625f)), _MM_FROUND_TO_NEAREST_INT);
+  __m512i code = _mm512_cvtepu16_epi32(_mm256_srli_epi16(half, 7));
+  __mmask16 minus = _mm512_movepi32_mask(_mm512_castps_si512(v));
+  code = _mm512_mask_or_epi32(code, minus, code, _mm512_set1_epi32(0x80));
+  _mm_storeu_si128((void *)p, _mm512_cvtepi32_epi8(code));
 }
 
 /* 2^x for x <= 0 or NaN; relative error under 2e-7, exactly 0 from -inf to -150. */
