@@ -332,10 +332,8 @@ def verify(file: File, json: Annotated[bool, opt("The report as JSON.", "--json"
     if json:
         _print_json(report.as_dict())
     else:
-        for line in (*report.violations, *report.notes):
+        for line in report.lines():
             print(safe_text(line))
-        verdict = "ok" if report.ok else f"{len(report.violations)} violations"
-        print(f"{verdict}: {report.batches:,} batches, {report.snapshots:,} snapshots")
     return 0 if report.ok else 1
 
 

@@ -17,7 +17,9 @@ from kvtop.audit import Audit, Broken, broken
 from kvtop.recording import RecordingError, read
 
 MOST_VIOLATIONS = 100
-"""Lines kept; one missing event may break many laws after it."""
+"""Violations kept; one missing event may break many laws after it."""
+SHOWN_VIOLATIONS = 5
+"""Violations told to people."""
 
 
 @dataclass(slots=True)
@@ -28,11 +30,27 @@ class Report:
     batches: int = 0
     snapshots: int = 0
     violations: list[str] = field(default_factory=list)
+    """The first MOST_VIOLATIONS."""
+    found: int = 0
+    """All of them."""
     notes: list[str] = field(default_factory=list)
+
+    def lines(self) -> list[str]:
+        """For people: the first violations, which the others mostly follow from, the notes, and the sum."""
+        shown = self.violations[:SHOWN_VIOLATIONS]
+        more = self.found - len(shown)
+        rest = (
+            [f"… and {more:,} more, most of them because of the first (--json tells {MOST_VIOLATIONS})"]
+            if more
+            else []
+        )
+        verdict = "ok" if self.ok else f"{self.found:,} violation{'s' * (self.found != 1)}"
+        sums = f"{verdict}: {self.batches:,} batches, {self.snapshots:,} snapshots"
+        return [*shown, *rest, *self.notes, sums]
 
     def as_dict(self) -> dict[str, Any]:
         """The object of `kvtop verify --json`."""
-        out = {n: getattr(self, n) for n in ("ok", "batches", "snapshots", "violations")}
+        out = {n: getattr(self, n) for n in ("ok", "batches", "snapshots", "found", "violations")}
         return out | ({"notes": self.notes} if self.notes else {})
 
 
@@ -68,11 +86,9 @@ class _Frame:
     def say(self, text: str, batch: int | None = None, event: str = "") -> None:
         self.report.ok = False
         where = "" if batch is None else f"batch {batch}: " + (f"{event}: " if event else "")
-        found = self.report.violations
-        if len(found) < MOST_VIOLATIONS:
-            found.append((where + text)[:300])
-        elif len(found) == MOST_VIOLATIONS:
-            found.append("… and more")
+        self.report.found += 1
+        if self.report.found <= MOST_VIOLATIONS:
+            self.report.violations.append((where + text)[:300])
 
     def take(self, batch: ev.StepBatch) -> None:
         n = batch.seq

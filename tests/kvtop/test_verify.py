@@ -14,7 +14,7 @@ from engine import events as ev
 from kvtop.recorder import Recorder
 from kvtop.redact import Redactor
 from kvtop.state import DashboardState
-from kvtop.verify import verify, verify_batches
+from kvtop.verify import MOST_VIOLATIONS, verify, verify_batches
 from tests.kvtop.streams import Storm, rich_stream
 
 
@@ -193,5 +193,14 @@ def test_a_changed_figure_is_noticed(kind: type, fields: dict[str, Any]) -> None
 def test_violations_are_bounded_and_name_their_batch() -> None:
     batches = rich_stream()
     report = verify_batches([b for i, b in enumerate(batches) if i % 3])
-    assert len(report.violations) <= 101
-    assert all(v.startswith(("batch ", "…", "request", "truncated", "no closing")) for v in report.violations)
+    assert len(report.violations) == MOST_VIOLATIONS < report.found == report.as_dict()["found"]
+    assert all(v.startswith(("batch ", "request", "truncated", "no closing")) for v in report.violations)
+    lines = report.lines()
+    assert lines[:5] == report.violations[:5] and len(lines) == 7
+    assert lines[5].startswith(f"… and {report.found - 5:,} more")
+    assert lines[6].startswith(f"{report.found:,} violations: ")
+
+
+def test_few_violations_are_all_told() -> None:
+    report = verify_batches(rich_stream()[:-1])
+    assert report.lines()[:-1] == report.violations and 0 < report.found == len(report.violations) <= 5
