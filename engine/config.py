@@ -150,6 +150,8 @@ class EngineConfig:
     """Requests that may wait; one more is refused. None is no limit."""
     max_num_queued_tokens: int | None = None
     """Tokens of all that wait; a request that would exceed them is refused. None is no limit."""
+    audit: int = 0
+    """Of so many admissions that read from the cache one is computed again and compared; 0 is none."""
     seed: int = 0
     """Base of the sampling seeds of requests that bring none."""
     hash_seed: int | None = None
@@ -200,6 +202,7 @@ class EngineConfig:
         for name in ("requests", "tokens"):
             most = getattr(self, f"max_num_queued_{name}")
             need(most is None or most >= 1, f"--max-num-queued-{name} must be at least 1, not {most}")
+        need(self.audit >= 0, f"--audit must be 0 (none) or more, not {self.audit}")
         need(0 <= self.seed < 2**63, f"--seed must be between 0 and 2**63 - 1, not {self.seed}")
         h = self.hash_seed
         need(h is None or 0 <= h < 2**64, f"--hash-seed must be between 0 and 2**64 - 1, not {h}")

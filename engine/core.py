@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import count
 from typing import Any, Literal
 
+from engine.audit import Auditor
 from engine.beam import BeamSearch
 from engine.blocks import BlockPool
 from engine.config import EngineConfig, SetupError
@@ -20,6 +21,7 @@ from engine.events import (
     BeamPruned,
     DraftVerified,
     EngineError,
+    HitAudited,
     PoolSnapshot,
     RequestFinished,
     RequestQueued,
@@ -107,6 +109,7 @@ class EngineCore:
         except ValueError as error:
             raise SetupError(f"the model's own sampling defaults are wrong: {error}") from None
         self._seed = config.seed
+        self._auditor = Auditor(config.audit, self._pool, runner)
         self._most_queued = (config.max_num_queued_requests, config.max_num_queued_tokens)
         self._on_finished = on_finished
         self._seen = bytearray(runner.vocab_size)
@@ -309,6 +312,7 @@ class EngineCore:
         if not plan.rows:
             return None
         self.log.step += 1
+        self._auditor.note(self.scheduler.hits)
         rows = plan.rows
         self.events.append(
             StepScheduled(
@@ -340,13 +344,48 @@ class EngineCore:
         """Commit an executed step, or undo one that was not (output None). Cuts the step's batch."""
         if output is None:
             self._undo(error)
-            completed = self._completed([], StepOutput([]))
         else:
             self._commit(plan, output)
-            completed = self._completed(plan.rows, output)
+        self._audit()
+        completed = self._completed(plan.rows, output) if output else self._completed([], StepOutput([]))
         batch = self.log.cut(completed)
         assert batch is not None
         return batch
+
+    def _audit(self) -> None:
+        """Tell what was computed again. Whoever reads a block that is not what its tokens give goes on
+        computing wrong KV: it ends, and what it stored is dropped."""
+        for verdict in self._auditor.verdicts():
+            request = verdict.request
+            if verdict.problem is not None:
+                told = " ".join(verdict.problem.split())[:200]
+                self.events.append(EngineError(f"an audit could not run: {told}", request.request_id))
+                continue
+            if not verdict.blocks:
+                continue
+            self.events.append(
+                HitAudited(request.request_id, verdict.blocks, verdict.bad, verdict.error, verdict.tolerance)
+            )
+            if verdict.bad:
+                reason = (
+                    f"{len(verdict.bad)} of {len(verdict.blocks)} cached blocks do not hold what their tokens give "
+                    f"(off by {verdict.error:.2g}, at most {verdict.tolerance:.2g})"
+                )
+                self.events.append(EngineError(f"audit: {reason}; they were dropped", request.request_id))
+                self._convict(request, verdict.bad, reason)
+
+    def _convict(self, request: Request, bad: list[int], reason: str) -> None:
+        readers = [
+            r
+            for r in self.scheduler.running[:]
+            if r is not request and any(not set(bad).isdisjoint(s.table) for s in r.branches)
+        ]
+        self._pool.unpublish(bad, None, "invalid")
+        for reader in (request, *readers):
+            if reader.branches:
+                self.paging.invalidate(reader.branches[0])
+            if reader.request_id in self.requests:
+                self._finish(reader, "error", reason)
 
     def _undo(self, error: Exception | None) -> None:
         reason = f"{type(error).__name__}: {error}" if error else "the step was not executed"

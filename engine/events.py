@@ -164,6 +164,18 @@ class EngineError(Event, frozen=True):
     fatal: bool = False
 
 
+class HitAudited(Event, frozen=True):
+    """What a request read from the cache was computed again (--audit). blocks: those compared; bad: of
+    them those whose KV is not what their tokens give (an EngineError and BlocksEvicted invalid follow);
+    error: the largest distance found, relative; tolerance: what it may be."""
+
+    request_id: int
+    blocks: list[int]
+    bad: list[int]
+    error: float
+    tolerance: float
+
+
 class DeviceSample(Event, frozen=True):
     """None = this device does not tell. util in percent, memory in bytes, power in W, temperature
     in degrees Celsius, bandwidth in bytes/s."""
@@ -380,6 +392,7 @@ ALL_EVENTS: tuple[type[Event], ...] = (
     EngineStarted,
     EngineStopped,
     EngineError,
+    HitAudited,
     DeviceSample,
     RequestQueued,
     PrefixLookup,

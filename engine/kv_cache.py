@@ -11,9 +11,12 @@ from dataclasses import dataclass
 import torch
 
 from engine.config import EngineConfig, ModelConfig, SetupError
-from engine.ops.fp8 import SCALE_BYTES, Fp8Kv, Kv
+from engine.ops.fp8 import SCALE_BYTES, Fp8Kv, Kv, dequantise
 
 DEFAULT_CPU_BYTES = 192 << 20
+
+TOLERANCE = {"float64": 1e-9, "float32": 1e-3, "bfloat16": 0.1, "fp8": 0.25}
+"""By the KV's dtype: what `distance` may be between two computations in different chunks and company."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,3 +140,25 @@ def allocate(cache: CacheSize, device: torch.device, dtype: torch.dtype) -> Kv:
         raise SetupError(
             f"too little memory: KV needs {need}; lower --kv-cache-memory or --num-blocks"
         ) from e
+
+
+def distance(a: Kv, a_blocks: list[int], b: Kv, b_blocks: list[int]) -> list[float]:
+    """How far each block of `a` is from its counterpart in `b`: the largest |x - y| / |y| over layers, K and V,
+    heads and slots, |.| being the length over dim; a y that is shorter than the mean of its block and
+    head counts as long as that. NaN or infinity where one is in either."""
+    worst = torch.zeros(len(a_blocks), dtype=torch.float64)
+    for layer in range(a.shape[0]):
+        x, y = _values(a[layer], a_blocks), _values(b[layer], b_blocks)
+        length = y.norm(dim=-1)
+        length = torch.maximum(length, length.mean(-1, keepdim=True)).clamp(min=torch.finfo(y.dtype).tiny)
+        error = ((x - y).norm(dim=-1) / length).amax((0, 2, 3))
+        worst = torch.maximum(worst, error.double().cpu())
+    return [float(e) for e in worst]
+
+
+def _values(kv: Kv, blocks: list[int]) -> torch.Tensor:
+    """[2, len(blocks), kv_head, slot, dim] of one layer, float64 or float32."""
+    if isinstance(kv, Fp8Kv):
+        return dequantise(kv.data[:, blocks], kv.scale[:, blocks], torch.float32)
+    values = kv[:, blocks]
+    return values if values.dtype == torch.float64 else values.float()

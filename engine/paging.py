@@ -163,9 +163,12 @@ class Paging:
             request.high_published = end
 
     def invalidate(self, seq: Sequence) -> None:
-        """Its KV proved bad: nothing that its request stored is findable any more."""
-        stored = [b for b, h in seq.request.stored if self.pool.hash_of(b) == h]
-        self.pool.unpublish(dict.fromkeys(stored), seq.seq_id, "invalid")
+        """Its KV proved bad: nothing that its request stored or read is findable any more. One of the blocks
+        that it read may be the cause, and would end whoever reads it next."""
+        bad = [b for b, h in seq.request.stored if self.pool.hash_of(b) == h]
+        for branch in seq.request.branches:
+            bad += branch.table
+        self.pool.unpublish(dict.fromkeys(bad), seq.seq_id, "invalid")
 
     # ---------------------------------------------------------------- forks and the end
 

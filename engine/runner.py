@@ -8,6 +8,7 @@ in every layer before any attention reads, and never splits a step so that a rea
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -78,6 +79,14 @@ class StepOutput:
     logprobs: dict[int, list[Logprob]] = field(default_factory=dict)
 
 
+class Recomputed(NamedTuple):
+    """errors: of each block, the largest distance of a token's K or V in any head and layer, relative to its
+    length; tolerance: what this dtype and these ops may differ by."""
+
+    errors: list[float]
+    tolerance: float
+
+
 class ModelRunner(Protocol):
     """What EngineCore needs of a runner. `execute` may raise: then the step counts as not executed."""
 
@@ -93,6 +102,11 @@ class ModelRunner(Protocol):
 
     def execute(self, plan: Plan) -> StepOutput:
         """Copies, writes, attention, sampling of one step."""
+        ...
+
+    def audit(self, token_ids: SequenceOf[int], blocks: list[int]) -> Recomputed:
+        """Computes these tokens beside the cache and compares with what `blocks` hold of them. May raise,
+        for lack of memory for example. A runner without KV compares nothing: no errors."""
         ...
 
     def step_budget(self, max_num_batched_tokens: int, context: int) -> int:

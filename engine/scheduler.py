@@ -51,6 +51,8 @@ class Scheduler:
         self._lookup = lookup
         self.looks_again = True
         """A running prefill asks the cache at each chunk for what others have computed meanwhile."""
+        self.hits: list[tuple[Sequence, list[int]]] = []
+        """What the admissions of this step read from the cache."""
         self._rows: dict[Sequence, Row] = {}
         self._budget = self._left = self._decodes_left = 0
         self._preempted_now = False
@@ -93,6 +95,7 @@ class Scheduler:
         """Rows for at most `budget` tokens, decodes first. Rows empty: nothing can run."""
         self.paging.begin_step()
         self._rows.clear()
+        self.hits.clear()
         self._budget = self._left = budget
         self._preempted_now = False
         decodes: list[Sequence] = []
@@ -212,6 +215,8 @@ class Scheduler:
             branch.num_known = len(branch)
         self._emit(RequestAdmitted(request.request_id, seq.seq_id, cached, resumed))
         self.paging.admit(seq, hits)
+        if hits:
+            self.hits.append((seq, hits))
         grown = self.paging.grow(seq, cached + n)
         assert grown, "the admission gate counted fewer blocks than growth takes"
         self._add_row(seq, n)

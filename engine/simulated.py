@@ -7,6 +7,7 @@ the live engine's own. Imports no torch.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -16,7 +17,7 @@ from engine.config import EngineConfig, SetupError
 from engine.cost import Cost, Work
 from engine.events import DeviceSample
 from engine.kv_shape import KvShape
-from engine.runner import Logprob, Plan, Row, StepOutput
+from engine.runner import Logprob, Plan, Recomputed, Row, StepOutput
 from engine.start import Built, Progress
 from engine.synthetic import Language, SyntheticTokenizer
 
@@ -165,6 +166,10 @@ class SimulatedRunner:
         self._cost, self._clock, self._language = cost, clock, language
         self._busy = self._moved = 0.0
         self._sampled_at = clock.now()
+
+    def audit(self, token_ids: Sequence[int], blocks: list[int]) -> Recomputed:
+        """There is no KV to compare."""
+        return Recomputed([], 0.0)
 
     def step_budget(self, max_num_batched_tokens: int, context: int) -> int:
         """The whole budget: on a GPU the scheduler does not shrink it."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
 
 import torch
@@ -18,10 +19,12 @@ from engine.config import EngineConfig, ModelConfig, SetupError
 from engine.hf_config import Foreign
 from engine.hub import ModelFiles
 from engine.kv_cache import (
+    TOLERANCE,
     CacheSize,
     allocate,
     check_cpu_memory,
     cpu_free_bytes,
+    distance,
     gpu_kv_bytes,
     plan_size,
     size,
@@ -30,7 +33,7 @@ from engine.layers import Weights
 from engine.model import Decoder, Model
 from engine.ops import get_ops
 from engine.params import SamplingParams
-from engine.runner import Plan, Row, StepOutput
+from engine.runner import Plan, Recomputed, Row, StepOutput
 from engine.sequence import Request, Sequence
 from engine.shaping import Logprobs, Shaper
 from engine.step_cost import StepCost
@@ -190,6 +193,20 @@ class TorchRunner:
         if self._cost:
             self._cost.observe(batch.q_lens, batch.kv_lens_host, t2 - t1)
         return output
+
+    @torch.inference_mode()
+    def audit(self, token_ids: SequenceOf[int], blocks: list[int]) -> Recomputed:
+        """Into a cache of its own, just large enough, in chunks of 512 tokens."""
+        ops, size = self.model.ops, self.block_size
+        scratch = allocate(replace(self.cache_size, num_blocks=len(blocks) + 1), ops.device, ops.dtype)
+        rows = DeviceRows(1, len(blocks) + 1, size, ops.device)
+        seq = Sequence(-1, Request(-1, token_ids, SamplingParams(temperature=0.0), 0.0))
+        seq.table = list(range(1, len(blocks) + 1))
+        for start in range(0, len(token_ids), 512):
+            n = min(512, len(token_ids) - start)
+            batch, _ = rows.apply(Plan(0, [Row(seq, start, n, False)]))
+            self.model.forward(batch, scratch)
+        return Recomputed(distance(self.cache, blocks, scratch, seq.table), TOLERANCE[self.kv_dtype])
 
     def step_budget(self, max_num_batched_tokens: int, context: int) -> int:
         """Tokens for a step beside this context; on a CPU so many that it stays under half a second."""

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from xxhash import xxh3_64_intdigest
 
-from engine.runner import Logprob, Plan, StepOutput
+from engine.runner import Logprob, Plan, Recomputed, StepOutput
 
 
 class ToyFault(RuntimeError):
@@ -70,6 +70,13 @@ class ToyRunner:
         self._bad = bad or (lambda seq_id: False)
         self._kv = np.full((num_blocks, block_size, 2), -1, np.int32)
         self._tables: dict[int, list[int]] = {}
+
+    def audit(self, token_ids: Sequence[int], blocks: list[int]) -> Recomputed:
+        """A slot is right or wrong: 0 or 1."""
+        size = self.block_size
+        want = np.stack((np.array(token_ids, np.int32), np.arange(len(token_ids), dtype=np.int32)), -1)
+        wrong = (self._kv[blocks] != want.reshape(len(blocks), size, 2)).any((1, 2))
+        return Recomputed(wrong.astype(float).tolist(), 0.0)
 
     def step_budget(self, max_num_batched_tokens: int, context: int) -> int:
         """The whole budget: a toy step takes no time."""

@@ -26,6 +26,7 @@ from kvtop.asks import Ask, parse_size, read_prompts, read_system, sampling
 from kvtop.cli_options import (
     Adaptive,
     AsJson,
+    AuditOf,
     AvgTokens,
     BadWords,
     BlockSize,
@@ -179,6 +180,7 @@ def run(
     watermark: Watermark = 0.0,
     max_num_queued_requests: QueuedRequests = None,
     max_num_queued_tokens: QueuedTokens = None,
+    audit: AuditOf = 0,
     seed: Seed = 0,
     hash_seed: HashSeed = None,
     quantization: Quantize = None,

@@ -65,6 +65,9 @@ QueuedRequests = Annotated[
 QueuedTokens = Annotated[
     int | None, opt("Tokens that may wait; more are refused.", "--max-num-queued-tokens")
 ]
+AuditOf = Annotated[
+    int, opt("Compute one of N cache hits again and compare; 0 none.", "--audit", metavar="N")
+]
 Seed = Annotated[int, opt("Of the sampling.", "--seed")]
 HashSeed = Annotated[int | None, opt("Of the block hashes; random without.", "--hash-seed")]
 Threads = Annotated[int | None, opt("CPU threads; all cores without.", "--threads")]

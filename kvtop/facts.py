@@ -94,6 +94,10 @@ class Facts:
         self.tokens_back = 0
         """Of those, how many the cache gave back at the resumption; never part of the hit rate."""
         self.refused = 0
+        self.audited_hits = 0
+        """Hits that the engine computed again."""
+        self.audited_blocks = 0
+        self.wrong_blocks = 0
         self.output_tokens = 0
         self.latest_lookup: int | None = None
         """The request that looked into the cache last."""

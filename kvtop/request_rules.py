@@ -47,6 +47,11 @@ class RequestRules(Facts):
         del self.errors[:-1000]
         self._moment("error", request_id=e.request_id, detail=e.message)
 
+    def _on_audited(self, e: ev.HitAudited) -> None:
+        self.audited_hits += 1
+        self.audited_blocks += len(e.blocks)
+        self.wrong_blocks += len(e.bad)
+
     def _on_device(self, e: ev.DeviceSample) -> None:
         self.device = e
         for name in ("util", "memory", "power"):

@@ -137,6 +137,12 @@ class DashboardState(PoolRules, RequestRules):
                 "lost_tokens": self.tokens_lost,
                 "returned_tokens": self.tokens_back,
             }
+        if self.audited_hits:
+            out["audit"] = {
+                "hits": self.audited_hits,
+                "blocks": self.audited_blocks,
+                "wrong": self.wrong_blocks,
+            }
         if self.losses:
             out["losses"] = self.losses
         return out
@@ -166,6 +172,7 @@ class DashboardState(PoolRules, RequestRules):
         ev.EngineStarted: RequestRules._on_started,
         ev.EngineStopped: RequestRules._on_stopped,
         ev.EngineError: RequestRules._on_error,
+        ev.HitAudited: RequestRules._on_audited,
         ev.DeviceSample: RequestRules._on_device,
         ev.RequestQueued: RequestRules._on_queued,
         ev.PrefixLookup: RequestRules._on_lookup,
