@@ -34,7 +34,7 @@ class Held:
         return "failed" if self.failed else "passed" if self.passed else "skipped"
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Watch:
     """A pytest plugin: which test claims which numbers, and the outcome of every case."""
 
