@@ -13,31 +13,27 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
 from itertools import count
 from operator import index
-from typing import Literal
 
-from engine.chat import Conversation
 from engine.clock import Clock, WallClock
 from engine.config import EngineConfig, SetupError
 from engine.core import EngineCore
 from engine.device import DeviceSampler
 from engine.event_log import EventLog
 from engine.events import (
-    SCHEMA,
     DeviceSample,
     EngineError,
-    EngineStarted,
     EngineStopped,
     ModelLoading,
     StepBatch,
 )
-from engine.load import Arrival, Load
 from engine.params import SamplingParams
+from engine.playing import Playing
 from engine.sequence import Request
-from engine.start import Built, Progress, build
+from engine.start import Built, Progress, build, started, with_budget
 from engine.synthetic import Language
+from engine.turns import Turn, Turns, one_line
 from engine.workload import Workload
 
 Sink = Callable[[StepBatch], None]
@@ -45,34 +41,8 @@ Build = Callable[[EngineConfig, Progress], Built]
 _log = logging.getLogger(__name__)
 
 
-_NO_TOKENIZER = "this engine has no tokenizer: submit token ids"
-
-
 class _StartGivenUp(Exception):
     """stop() came while the model was loading."""
-
-
-def _one_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:280]
-
-
-@dataclass(slots=True)
-class _Turn:
-    request_id: int
-    prompt: str | list[int]
-    params: SamplingParams
-    t_arrival: float
-    priority: int
-    salt: str | None
-
-
-@dataclass(slots=True)
-class _Chat:
-    """A conversation and the turns that wait for its running one."""
-
-    conversation: Conversation
-    waiting: deque[_Turn] = field(default_factory=deque)
-    running: int | None = None
 
 
 class Engine:
@@ -96,13 +66,10 @@ class Engine:
         self._failure: SetupError | None = None
         self._ids = count(1)
         self._conversation_ids = count(1)
-        self._chats: dict[int, _Chat] = {}
         self._core: EngineCore | None = None
         self._model: Built | None = None
-        self._load: Load | None = None
-        self._arrivals: dict[int, Arrival] = {}
-        """Requests of the load that are under way."""
-        self._loads_asked = self._loads_over = self._load_requests = 0
+        self._turns: Turns | None = None
+        self._playing = Playing(lambda: next(self._ids))
         self._sample_at = float("inf")
         self._stopping = False
         self._give_up_start = False
@@ -182,20 +149,13 @@ class Engine:
             if conversation is not None:
                 raise TypeError("a conversation takes text: it keeps the token ids itself")
             prompt = list(map(index, prompt))  # the caller may change its list, numpy's numbers are not int
-        turn = _Turn(next(self._ids), prompt, params or SamplingParams(), self.clock(), priority, salt)
+        turn = Turn(next(self._ids), prompt, params or SamplingParams(), self.clock(), priority, salt)
 
         def command() -> None:
-            if not isinstance(turn.prompt, str):
-                self._add(turn, turn.prompt, spans=list(spans))
-            elif self._model is None or self._model.tokenizer is None:
-                self._add(turn, [], refuse=_NO_TOKENIZER)
-            elif conversation is None:
-                self._add_turn(turn, None, self._new_chat(system, system_name))
-            elif conversation in self._chats:
-                self._chats[conversation].waiting.append(turn)
-                self._next_turn(conversation, self._chats[conversation])
+            if isinstance(turn.prompt, str):
+                self._talk().take_text(turn, conversation, system, system_name)
             else:
-                self._add(turn, [], refuse=f"there is no conversation {conversation}")
+                self._talk().take_ids(turn, list(spans))
 
         self._post(command)
         return turn.request_id
@@ -203,50 +163,40 @@ class Engine:
     def new_conversation(self, system: str | None = None, system_name: str = "") -> int:
         """A conversation that keeps its token ids, so that history hits the cache. Returns its id."""
         number = next(self._conversation_ids)
-
-        def command() -> None:
-            self._chats[number] = self._new_chat(system, system_name)
-
-        self._post(command)
+        self._post(lambda: self._talk().open(number, system, system_name))
         return number
 
     def abort(self, request_id: int) -> None:
         """End a request in any state; unknown and finished ones are ignored."""
 
         def command() -> None:
-            for chat in self._chats.values():
-                for turn in [t for t in chat.waiting if t.request_id == request_id]:
-                    chat.waiting.remove(turn)
-                    self._drop(turn)
+            self._talk().abort(request_id)
             self._live().abort(request_id)
 
         self._post(command)
 
     def play(self, workload: Workload) -> None:
         """Let a workload's requests arrive, its second 0 being when this is heard; one at a time."""
-        self._loads_asked += 1
+        self._playing.asked()
 
         def command() -> None:
-            if self._load is not None:
-                self._loads_over += 1
-                self._log.emit(EngineError(f"a load is under way: {workload.name} was not started"))
-                return
             model = self._model
             assert model is not None
             language = Language.of(model.tokenizer, model.runner.vocab_size)
-            self._load = Load(workload, language, self.clock())
+            if not self._playing.begin(workload, language, self.clock()):
+                self._log.emit(EngineError(f"a load is under way: {workload.name} was not started"))
 
         self._post(command)
 
     @property
     def load_over(self) -> bool:
         """No request of a load will come any more; those that came may still run."""
-        return self._loads_asked == self._loads_over
+        return self._playing.over
 
     @property
     def load_requests(self) -> int:
         """Requests of loads that have come so far."""
-        return self._load_requests
+        return self._playing.requests
 
     # ---------------------------------------------------------------- control, from any thread
 
@@ -309,6 +259,10 @@ class Engine:
         assert self._core is not None
         return self._core
 
+    def _talk(self) -> Turns:
+        assert self._turns is not None
+        return self._turns
+
     def _run(self) -> None:
         sampler = None
         try:
@@ -327,7 +281,7 @@ class Engine:
             reason = "the start failed"
         except Exception as error:
             _log.exception("the engine thread failed")
-            self._fail(SetupError(f"engine: {_one_line(error)}"))
+            self._fail(SetupError(f"engine: {one_line(error)}"))
             reason = "failed"
         finally:
             if sampler:
@@ -353,19 +307,13 @@ class Engine:
             self._clock = model.clock
         if model.sample is not None and self._device_interval > 0:
             self._sample_at = self.clock() + self._device_interval
-        runner = model.runner
-        config = self.config
-        if config.max_num_batched_tokens is None:
-            budget = 512 if runner.device == "cpu" else 2048
-            least = 2 * config.max_num_seqs * (1 + config.speculate)
-            config = replace(config, max_num_batched_tokens=max(budget, least))
-        seed = (
-            secrets.randbits(53) if config.hash_seed is None else config.hash_seed
-        )  # exact in any JSON reader
+        config = with_budget(self.config, model.runner)
+        # 53 bits stay exact in any reader of JSON.
+        seed = secrets.randbits(53) if config.hash_seed is None else config.hash_seed
         text = model.tokenizer
         core = self._core = EngineCore(
             config,
-            runner,
+            model.runner,
             self._log,
             hash_seed=seed,
             token_bytes=text.token_bytes if text else None,
@@ -374,29 +322,8 @@ class Engine:
             defaults=model.defaults,
             on_finished=self._finished,
         )
-        known = ("model", "dtype", "device", "block_size", "num_blocks", "max_model_len", "hash_seed")
-        knobs = {k: v for k, v in asdict(config).items() if k not in known} | model.knobs
-        able = (
-            ["blocks", "timings"] + ["text"] * (text is not None) + ["device"] * (self._device_interval > 0)
-        )
-        self._log.cut(
-            EngineStarted(
-                schema=SCHEMA,
-                source=model.source,
-                capabilities=able,
-                model=runner.model_name,
-                device=runner.device,
-                dtype=runner.dtype,
-                num_blocks=runner.num_blocks,
-                block_size=runner.block_size,
-                bytes_per_block=runner.bytes_per_block,
-                weights_bytes=runner.weights_bytes,
-                hash_seed=seed,
-                epoch=self._epoch,
-                max_model_len=runner.max_model_len,
-                knobs=knobs,
-            )
-        )
+        self._turns = Turns(core, text, self._post)
+        self._log.cut(started(config, model, seed, self._epoch, samples=self._device_interval > 0))
         return core
 
     def _loop(self, core: EngineCore) -> None:
@@ -408,7 +335,7 @@ class Engine:
             if self._inbox:
                 continue
             if not self._paused or self._single_steps > 0:
-                self._arrive()
+                self._playing.arrive(core)
                 if core.has_work:
                     self._single_steps -= self._paused
                     core.step()
@@ -421,30 +348,8 @@ class Engine:
             if self._paused:
                 self._wake.wait()
             else:
-                self._clock.wait(self._wake, self._load.next_at if self._load else None)
+                self._clock.wait(self._wake, self._playing.next_at)
                 self._tell_device()
-
-    def _arrive(self) -> None:
-        """Queue what has come of the load."""
-        if self._load is None:
-            return
-        for arrival in self._load.take(self.clock()):
-            request_id = next(self._ids)
-            self._arrivals[request_id] = arrival
-            self._load_requests += 1
-            self._live().add_request(
-                request_id,
-                arrival.token_ids,
-                arrival.params,
-                t_arrival=arrival.at,
-                spans=arrival.spans,
-            )
-        self._end_load()
-
-    def _end_load(self) -> None:
-        if self._load is not None and self._load.over:
-            self._load = None
-            self._loads_over += 1
 
     def _tell_device(self) -> None:
         """A simulated device has its own say, once an interval of the engine's clock."""
@@ -473,7 +378,7 @@ class Engine:
                 self._inbox.popleft()()
             except Exception as error:
                 _log.exception("a command failed")
-                self._log.emit(EngineError(f"a command failed: {_one_line(error)}"))
+                self._log.emit(EngineError(f"a command failed: {one_line(error)}"))
 
     def _fail(self, error: SetupError) -> None:
         self._failure = error
@@ -483,9 +388,7 @@ class Engine:
         core = self._core
         if core is not None:
             try:
-                for chat in self._chats.values():
-                    while chat.waiting:
-                        self._drop(chat.waiting.popleft())
+                self._talk().close()
                 for request_id in list(core.requests):
                     core.abort(request_id)
                 core.snapshot()
@@ -493,101 +396,9 @@ class Engine:
                 _log.exception("closing the engine")
         self._log.cut(EngineStopped(reason))
 
-    # ---------------------------------------------------------------- turns
-
-    def _new_chat(self, system: str | None, name: str) -> _Chat:
-        assert self._model is not None
-        if self._model.tokenizer is None:
-            raise SetupError(_NO_TOKENIZER)
-        return _Chat(Conversation(self._model.tokenizer, system, name))
-
-    def _next_turn(self, number: int, chat: _Chat) -> None:
-        while chat.running is None and chat.waiting:
-            self._add_turn(chat.waiting.popleft(), number, chat)
-
-    def _add_turn(self, turn: _Turn, number: int | None, chat: _Chat) -> None:
-        assert isinstance(turn.prompt, str)
-        try:
-            rendered = chat.conversation.turn(turn.prompt)
-        except Exception as error:  # whatever a template makes of a text, its request comes to an end
-            return self._add(
-                turn, [], refuse=str(error) if isinstance(error, ValueError) else _one_line(error)
-            )
-        if number is not None:
-            chat.running = turn.request_id
-        refuse = self._full(chat, turn.prompt, len(rendered.token_ids)) if number is not None else None
-        self._add(turn, rendered.token_ids, number, rendered.spans, rendered.rewrote_history, refuse)
-
-    def _full(self, chat: _Chat, prompt: str, tokens: int) -> str | None:
-        """Why this turn does not fit its conversation any more, and what trimming would cost."""
-        limit = self._live().runner.max_model_len
-        if tokens < limit:
-            return None
-        cost = chat.conversation.cost_of_trimming(prompt)
-        if cost is None:
-            return None  # its first turn: an ordinary prompt that is too long
-        return (
-            f"this conversation is full: {tokens:,} tokens, the context holds {limit:,}. Start a new one; "
-            f"without the oldest turn it would be {cost[0]:,} tokens, of which {cost[1]:,} computed again"
-        )
-
-    def _add(
-        self,
-        turn: _Turn,
-        token_ids: list[int],
-        conversation: int | None = None,
-        spans: list[tuple[int, int, str, str]] | None = None,
-        rewrote_history: bool = False,
-        refuse: str | None = None,
-        ends: Literal["refused", "abort"] = "refused",
-    ) -> None:
-        params = turn.params
-        if params.bad_words and self._model is not None:
-            if self._model.tokenizer is None:
-                refuse = refuse or _NO_TOKENIZER
-            else:
-                params = params.with_words(self._model.tokenizer.encode)
-        self._live().add_request(
-            turn.request_id,
-            token_ids,
-            params,
-            # a turn that came while the model was loading has the wall's time, the engine's may be virtual
-            t_arrival=min(turn.t_arrival, self.clock()),
-            priority=turn.priority,
-            salt=turn.salt,
-            conversation=conversation,
-            spans=spans,
-            template_rewrote_history=rewrote_history,
-            refuse=refuse,
-            ends=ends,
-        )
-
-    def _drop(self, turn: _Turn) -> None:
-        """It was never queued, but whoever watches must learn that it came and went."""
-        self._add(turn, [], refuse="aborted while an earlier turn of its conversation ran", ends="abort")
-
     def _finished(self, request: Request) -> None:
-        arrival = self._arrivals.pop(request.request_id, None)
-        if arrival is not None and self._load is not None:
-            output = list(request.branches[0].output_ids) if request.branches else []
-            self._load.finished(arrival, self.clock(), output)
-            self._end_load()
-        number = request.conversation
-        if number is None:
-            return
-        chat = self._chats[number]
-        if chat.running != request.request_id:
-            return
-        chat.running = None
-        if request.branches:  # a refused turn leaves no trace
-            branch = request.branches[0]
-            text = branch.detok.text if branch.detok else ""
-            chat.conversation.commit(list(branch.output_ids), text, request.finish_reason or "stop")
-        if chat.waiting:
-            # Its prompt did not exist before this answer: its time to the first token begins here.
-            chat.waiting[0].t_arrival = self.clock()
-        # The next turn must not be queued in the middle of a commit.
-        self._post(lambda: self._next_turn(number, chat))
+        self._playing.finished(request, self.clock())
+        self._talk().finished(request)
 
     def _sample(self, sample: DeviceSample) -> None:
         self._post(lambda: self._log.emit(sample))

@@ -7,13 +7,13 @@ ToyRunner instead.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, Protocol
 
 from engine.chat import ChatTokenizer
 from engine.clock import VirtualClock
 from engine.config import EngineConfig
-from engine.events import DeviceSample
+from engine.events import SCHEMA, DeviceSample, EngineStarted
 from engine.runner import ModelRunner
 
 Progress = Callable[[int, int, str], None]
@@ -63,4 +63,38 @@ def build(config: EngineConfig, progress: Progress) -> Built:
             "kv_cache": str(runner.cache_size),
         }
         | ({"notice": runner.notice} if runner.notice else {}),
+    )
+
+
+def with_budget(config: EngineConfig, runner: ModelRunner) -> EngineConfig:
+    """`config` with a step's token budget: the device's where none was given."""
+    if config.max_num_batched_tokens is not None:
+        return config
+    budget = 512 if runner.device == "cpu" else 2048
+    least = 2 * config.max_num_seqs * (1 + config.speculate)
+    return replace(config, max_num_batched_tokens=max(budget, least))
+
+
+def started(config: EngineConfig, model: Built, seed: int, epoch: float, *, samples: bool) -> EngineStarted:
+    """The announcement of a run. epoch: Unix time at t = 0; samples: DeviceSamples will come."""
+    runner = model.runner
+    able = ["blocks", "timings"]
+    able += ["text"] if model.tokenizer else []
+    able += ["device"] if samples else []
+    own = {"model", "dtype", "device", "block_size", "num_blocks", "max_model_len", "hash_seed"}
+    return EngineStarted(
+        schema=SCHEMA,
+        source=model.source,
+        capabilities=able,
+        model=runner.model_name,
+        device=runner.device,
+        dtype=runner.dtype,
+        num_blocks=runner.num_blocks,
+        block_size=runner.block_size,
+        bytes_per_block=runner.bytes_per_block,
+        weights_bytes=runner.weights_bytes,
+        hash_seed=seed,
+        epoch=epoch,
+        max_model_len=runner.max_model_len,
+        knobs={k: v for k, v in asdict(config).items() if k not in own} | model.knobs,
     )
