@@ -8,6 +8,7 @@ it is there to show however fast Enter is pressed; what the hint claims is true 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -21,6 +22,20 @@ if TYPE_CHECKING:
 
 NEARLY_FULL = 0.9
 """Share of the context from which on the hint recommends a new conversation."""
+
+
+def branching(text: str, params: SamplingParams) -> tuple[str, SamplingParams] | None:
+    """`/n 4 question` and `/beam 4 question` -> the question and its params; without a question they are for
+    all that follow. None for any other text. Raises ValueError with one line for a number that cannot be."""
+    found = re.fullmatch(r"/(n|beam)(?:\s+(\S+)(?:\s+(.*))?)?", text, re.DOTALL)
+    if found is None:
+        return None
+    name, number, question = found[1], found[2] or "", (found[3] or "").strip()
+    if not re.fullmatch(r"[0-9]{1,6}", number):
+        raise ValueError(f"/{name} needs a number")
+    if name == "n":
+        return question, replace(params, n=int(number), beam_width=1)
+    return question, replace(params, n=1, beam_width=int(number))
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,9 +99,17 @@ class Asker:
             self._pending = min(self._pending + 1, len(self.examples) or 0)
             self.tick()
             return
+        try:
+            command = branching(text, self.params)
+        except ValueError:  # the hint has told what is wrong
+            return
+        text, params = command or (text, self.params)
+        if not text:
+            self.params = params
+            return
         if self.conversation is None:
             self.conversation = self.engine.new_conversation(self.system, self.system_name)
-        self._submit(text, self.params, self.conversation, self.salt)
+        self._submit(text, params, self.conversation, self.salt)
         self.anew = False
         self._typed = self.conversation, self.attached
 
@@ -144,7 +167,7 @@ class Asker:
         if self.state.started is None:
             return NextEnter("the engine is loading; what you send is answered then", "")
         if text:
-            return self._typed_next()
+            return self._command_next(text) or self._typed_next()
         if not self.examples:
             return NextEnter("type a prompt and press Enter", "")
         total = len(self.examples)
@@ -157,6 +180,28 @@ class Asker:
         again = "again " if self.place >= total else ""
         says = f"Enter sends example {number} of {total} {again}".rstrip() + f": {example.title}"
         return NextEnter(says, self._why(example))
+
+    def _command_next(self, text: str) -> NextEnter | None:
+        """What `/n 4 question` will do."""
+        try:
+            command = branching(text, self.params)
+        except ValueError as error:
+            return NextEnter(
+                str(error), "/n 4 question asks for 4 samples, /beam 4 question for a beam search"
+            )
+        if command is None:
+            return None
+        question, params = command
+        if params.beam_width > 1:
+            what, why = f"searches with {params.beam_width} beams", "beams share blocks until they differ"
+        elif params.n > 1:
+            what, why = (
+                f"asks for {params.n} samples",
+                "they share the prompt's blocks; a writer copies first",
+            )
+        else:
+            what, why = "asks for one answer", ""
+        return NextEnter(f"Enter {what}" + ("" if question else ", from the next question on"), why)
 
     def _typed_next(self) -> NextEnter:
         if self.conversation is None:

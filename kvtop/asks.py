@@ -27,6 +27,9 @@ _UNITS = {"": 1, "b": 1} | {
 }
 _SAMPLING = {
     "max_tokens": int,
+    "n": int,
+    "beam_width": int,
+    "length_penalty": float,
     "temperature": float,
     "top_k": int,
     "top_p": float,

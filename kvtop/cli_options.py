@@ -13,6 +13,7 @@ import typer
 DeviceName = Literal["auto", "cpu", "cuda"]
 DType = Literal["auto", "bfloat16", "float32", "float64"]
 OpsName = Literal["auto", "reference", "cpu", "triton"]
+EarlyStopName = Literal["no", "yes", "never"]
 PolicyName = Literal["fcfs", "priority"]
 ViewName = Literal["chat", "ops", "all"]
 KvDtypeName = Literal["auto", "bfloat16", "fp8", "float32"]
@@ -95,6 +96,21 @@ Prompts = Annotated[
     ),
 ]
 System = Annotated[str | None, opt("System message.", "--system", metavar="TEXT|@FILE")]
+Samples = Annotated[int | None, opt("Samples of each prompt, which share its blocks.", "--n")]
+Beam = Annotated[int | None, opt("Beam search with so many beams.", "--beam-width", "--beam")]
+LengthPenalty = Annotated[
+    float | None, opt("Of beam search: over 1 favours long answers, under 1 short ones.", "--length-penalty")
+]
+EarlyStop = Annotated[
+    EarlyStopName | None,
+    opt(
+        "Beam search ends: yes with the first hypotheses, no or never when none can get better.",
+        "--early-stopping",
+    ),
+]
+Speculate = Annotated[
+    int, opt("Tokens looked up in the text so far and verified in one step; 0 is none.", "--speculate")
+]
 MaxTokens = Annotated[int | None, opt("Most tokens to generate (256).", "--max-tokens")]
 Temperature = Annotated[float | None, opt("0 is greedy; the model's own without.", "--temperature")]
 TopK = Annotated[int | None, opt("Keep the k likeliest tokens.", "--top-k")]

@@ -88,6 +88,8 @@ class Facts:
         self.duplicates = 0
         """Blocks stored although their content was in the table already."""
         self.copies = 0
+        self.drafts = self.drafts_accepted = 0
+        """Speculative tokens that were computed, and those of them that the samples agreed with."""
         self.preemptions = 0
         self.tokens_lost = 0
         """Computed tokens that preemptions took."""
@@ -105,6 +107,8 @@ class Facts:
         """Requests that `begin_anew` has forgotten: the engine's ids are greater by so many."""
         self._pieces: dict[int, bytes] = {}
         self._request_of: dict[int, int | None] = {}
+        self._moved: set[int] = set()
+        """Requests of several branches whose tables changed since they were last counted."""
         self._finished: deque[int] = deque()
         self._slow = False
 
@@ -289,6 +293,22 @@ class Facts:
             return None
         return self.requests.get(sequence.request_id)
 
+    def _note_moved(self, view: RequestView | None) -> None:
+        if view is not None and len(view.seq_ids) > 1:
+            self._moved.add(view.request_id)
+
+    def _count_moved(self) -> None:
+        """What forked requests hold at this moment, against what they would hold without sharing."""
+        tables = self.pool.mirror.tables
+        for i in self._moved:
+            view = self.requests.get(i)
+            if view is None or view.done:
+                continue
+            own = [tables.get(s, []) for s in view.seq_ids]
+            view.held_peak = max(view.held_peak, len(set().union(*own)))
+            view.unshared_peak = max(view.unshared_peak, sum(map(len, own)))
+        self._moved.clear()
+
     def _note_hits(self, view: RequestView | None, seq_id: int) -> None:
         if view is not None and not view.resumed and len(view.hit_ids) < view.hit_blocks:
             view.hit_ids = self.pool.mirror.tables.get(seq_id, [])[: view.hit_blocks]
@@ -329,7 +349,7 @@ class Facts:
         self._finished.append(view.request_id)
         if len(self._finished) > MOST_FINISHED:
             old = self.requests.pop(self._finished.popleft(), None)
-            for i in old.seq_ids if old is not None else ():
+            for i in (*old.seq_ids, *old.dropped_ids) if old is not None else ():
                 self._request_of.pop(i, None)
 
 

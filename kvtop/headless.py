@@ -190,14 +190,22 @@ class Session:
             view = self.state.requests.get(self._ids[self._shown])
             if view is None:
                 return
-            new = view.text[self._printed :]
-            if new:
-                self._write(self._safe(new).encode("utf-8", "replace"))
-                self._printed = len(view.text)
-            if not view.done:
-                return
-            if self._printed:
-                self._write(b"\n")
+            if view.width > 1:  # samples stream side by side, and a beam's text may be dropped
+                if not view.done:
+                    return
+                texts = view.branch_texts() if view.n > 1 else [view.text]
+                marks = [f"[{i}] " for i in range(1, len(texts) + 1)] if len(texts) > 1 else [""]
+                told = "".join(f"{mark}{text}\n" for mark, text in zip(marks, texts, strict=True) if text)
+                self._write(self._safe(told).encode("utf-8", "replace"))
+            else:
+                new = view.text[self._printed :]
+                if new:
+                    self._write(self._safe(new).encode("utf-8", "replace"))
+                    self._printed = len(view.text)
+                if not view.done:
+                    return
+                if self._printed:
+                    self._write(b"\n")
             self._talk.say(about(view))
             self._shown, self._printed = self._shown + 1, 0
 
@@ -300,6 +308,8 @@ def about(view: RequestView) -> str:
     parts.append(f"{count(view.num_output)} tokens")
     if view.t_first is not None and view.t_last is not None and view.t_last > view.t_first:
         parts.append(rate((view.num_output - 1) / (view.t_last - view.t_first), "tok/s"))
+    if view.saved is not None:
+        parts.append(view.sharing())
     return " · ".join([*parts, str(view.finish_reason)])
 
 

@@ -17,7 +17,7 @@ class PoolRules(Facts):
 
     def _on_allocated(self, e: ev.BlocksAllocated) -> None:
         self.pool.allocated(e, self.t)
-        self._sequence(e.seq_id)
+        self._note_moved(self._view_of(self._sequence(e.seq_id)))
 
     def _on_touched(self, e: ev.BlocksTouched) -> None:
         self.pool.touched(e, self.t)
@@ -27,11 +27,13 @@ class PoolRules(Facts):
             if request_id is not None:
                 self._note_hits(self.requests.get(request_id), e.seq_id)
         else:
+            self._note_moved(self._view_of(self._sequence(e.seq_id)))
             self._moment("forked", e.ids, request_id)
 
     def _on_copied(self, e: ev.BlocksCopied) -> None:
         self.pool.copied(e, self.t)
         self.copies += 1
+        self._note_moved(self._view_of(self._sequence(e.seq_id)))
         self._moment("copied", (e.src, e.dst), self._sequence(e.seq_id).request_id, f"{e.src}→{e.dst}")
 
     def _on_released(self, e: ev.BlocksReleased) -> None:
@@ -41,7 +43,7 @@ class PoolRules(Facts):
             view.last_table = sequence.table[:]
         self.pool.released(e, self.t)
         sequence.table = self.pool.mirror.tables.get(e.seq_id, [])
-        if not sequence.table and (view is None or view.done):
+        if not sequence.table and (view is None or view.done or sequence.pruned):
             self.sequences.pop(e.seq_id, None)
         self._moment("released", e.ids, sequence.request_id)
 

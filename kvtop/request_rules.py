@@ -166,6 +166,8 @@ class RequestRules(Facts):
         if view is None:
             return
         view.usage, view.error = e.usage, e.error
+        if view.dropped_ids:  # what beams sampled that were dropped is no output
+            view.num_output = e.usage.output_tokens
         t = e.timings
         view.t_arrival = t.t_arrival
         view.t_admitted, view.t_first, view.t_last = t.t_admitted, t.t_first_token, t.t_last_token
@@ -185,6 +187,8 @@ class RequestRules(Facts):
 
     def _on_scheduled(self, e: ev.StepScheduled) -> None:
         self.scheduled = e
+        if self._moved:  # what the step needs is allocated and copied now, and nothing is given back yet
+            self._count_moved()
         prefill = 0
         for i, start, n in zip(e.seq_ids, e.start, e.n, strict=True):
             sequence = self._sequence(i)
@@ -268,9 +272,31 @@ class RequestRules(Facts):
             if e.child not in view.seq_ids:
                 view.seq_ids.append(e.child)
             child.branch = view.seq_ids.index(e.child)
+            if parent.text:
+                view.texts[e.child] = parent.text
 
-    def _on_nothing(self, e: ev.Event) -> None:
-        """Known, but no figure of this state follows from it."""
+    def _on_pruned(self, e: ev.BeamPruned) -> None:
+        sequence = self._sequence(e.seq_id)
+        sequence.pruned = True
+        view = self.requests.get(e.request_id)
+        if view is None or e.seq_id not in view.seq_ids:
+            return
+        led = view.seq_ids[0] == e.seq_id
+        view.seq_ids.remove(e.seq_id)
+        view.texts.pop(e.seq_id, None)
+        for place, i in enumerate(view.seq_ids):
+            self._sequence(i).branch = place
+        sequence.branch = -1
+        view.dropped_ids.append(e.seq_id)
+        if not sequence.table:
+            self.sequences.pop(e.seq_id, None)
+        if led and view.seq_ids:  # the beam that is read now
+            heir = self._sequence(view.seq_ids[0])
+            view.output_ids, view.text, view.num_computed = heir.output_ids[:], heir.text, heir.num_computed
+
+    def _on_verified(self, e: ev.DraftVerified) -> None:
+        self.drafts += e.proposed
+        self.drafts_accepted += e.accepted
 
     def _on_completed(self, e: ev.StepCompleted) -> None:
         self.completed = e

@@ -12,6 +12,7 @@ from typing import Any, Literal
 from engine.events import AdmissionBlocked, Usage
 from kvtop.explain import Explanation
 from kvtop.series import percentile
+from kvtop.units import count, percent
 
 Phase = Literal["queued", "running", "preempted", "finished"]
 Span = tuple[int, int, str, str]
@@ -28,6 +29,8 @@ class SequenceView:
     num_computed: int = 0
     """Tokens whose KV is written."""
     branch: int = 0
+    pruned: bool = False
+    """A beam that was dropped."""
     output_ids: list[int] = field(default_factory=list)
     text: str = ""
     t_last: float | None = None
@@ -58,6 +61,12 @@ class RequestView:
 
     phase: Phase = "queued"
     seq_ids: list[int] = field(default_factory=list)
+    """Its branches; dropped beams are not among them."""
+    dropped_ids: list[int] = field(default_factory=list)
+    held_peak: int = 0
+    """Most blocks that its branches held together, where there are several; each block once."""
+    unshared_peak: int = 0
+    """The same if every branch had blocks of its own."""
     num_computed: int = 0
     """Of branch 0."""
     chunk: tuple[int, int] | None = None
@@ -67,7 +76,7 @@ class RequestView:
     num_output: int = 0
     """Tokens sampled over all branches."""
     text: str = ""
-    """Visible text of branch 0; `texts` has every branch."""
+    """Visible text of branch 0, of beams the first that was not dropped; `texts` has every branch."""
     texts: dict[int, str] = field(default_factory=dict)
 
     lookup_hashes: list[str] = field(default_factory=list)
@@ -124,6 +133,30 @@ class RequestView:
         return None if self.t_admitted is None else self.t_admitted - self.t_arrival
 
     @property
+    def width(self) -> int:
+        """Samples or beams that it asked for."""
+        return max(self.n, int(self.params.get("beam_width") or 1))
+
+    @property
+    def saved(self) -> float | None:
+        """Part of the blocks that sharing saved, 0..1; None for a single branch."""
+        return 1 - self.held_peak / self.unshared_peak if self.unshared_peak else None
+
+    def sharing(self) -> str:
+        """What its branches held at most, against blocks of their own, in words."""
+        who = (
+            f"{self.n} samples" if self.n > 1 else f"{self.width} beams" if self.width > 1 else "its branches"
+        )
+        return (
+            f"{who} held {count(self.held_peak)} blocks, {count(self.unshared_peak)} without sharing: "
+            f"{percent(self.saved)} saved"
+        )
+
+    def branch_texts(self) -> list[str]:
+        """Visible text of each branch, in their order."""
+        return [self.texts.get(i, "") for i in self.seq_ids]
+
+    @property
     def done(self) -> bool:
         """No event about it will come any more."""
         return self.phase == "finished"
@@ -147,6 +180,7 @@ class RequestView:
         return replace(
             self,
             seq_ids=self.seq_ids[:],
+            dropped_ids=self.dropped_ids[:],
             output_ids=self.output_ids[:],
             texts=self.texts.copy(),
             hit_ids=self.hit_ids[:],
@@ -162,6 +196,7 @@ class RequestView:
         row: dict[str, Any] = {
             "id": self.request_id,
             "text": self.text,
+            "texts": self.branch_texts() if self.n > 1 else None,
             "prompt_tokens": usage.prompt_tokens if usage else self.prompt_tokens,
             "cached_tokens": usage.cached_tokens if usage else self.cached_tokens,
             "computed_tokens": usage.computed_tokens if usage else self.num_computed - self.cached_tokens,
@@ -178,6 +213,9 @@ class RequestView:
             "lost_tokens": self.tokens_lost if self.preemptions else None,
             "returned_tokens": self.tokens_back if self.preemptions else None,
             "logprobs": self.logprobs or None,
+            "blocks": {"held": self.held_peak, "without_sharing": self.unshared_peak}
+            if self.unshared_peak
+            else None,
             "error": self.error,
         }
         return {k: v for k, v in row.items() if v is not None}

@@ -94,6 +94,7 @@ class DashboardState(PoolRules, RequestRules):
             s.table = other.pool.mirror.tables.get(i, [])
         other.waiting, other.running = self.waiting[:], self.running[:]
         other.moments, other._finished = self.moments.copy(), self._finished.copy()
+        other._moved = self._moved.copy()
         other._pieces, other._request_of = self._pieces.copy(), self._request_of.copy()
         return other
 
@@ -143,6 +144,8 @@ class DashboardState(PoolRules, RequestRules):
                 "blocks": self.audited_blocks,
                 "wrong": self.wrong_blocks,
             }
+        if self.drafts:
+            out["speculation"] = {"proposed": self.drafts, "accepted": self.drafts_accepted}
         if self.losses:
             out["losses"] = self.losses
         return out
@@ -185,8 +188,8 @@ class DashboardState(PoolRules, RequestRules):
         ev.TokenLogprobs: RequestRules._on_logprobs,
         ev.TokenPieces: RequestRules._on_pieces,
         ev.SequenceForked: RequestRules._on_forked,
-        ev.BeamPruned: RequestRules._on_nothing,
-        ev.DraftVerified: RequestRules._on_nothing,
+        ev.BeamPruned: RequestRules._on_pruned,
+        ev.DraftVerified: RequestRules._on_verified,
         ev.StepCompleted: RequestRules._on_completed,
     }
 

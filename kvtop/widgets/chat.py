@@ -188,6 +188,8 @@ class Chat(Lines):
             view.phase,
             len(view.output_ids),
             len(view.text),
+            sum(map(len, view.texts.values())) if view.width > 1 else 0,
+            view.unshared_peak,
             view.num_computed,
             view.cached_tokens,
             view.t_first,

@@ -83,9 +83,13 @@ class Layouter:
         if view.finish_reason == "refused":
             return
         yield Line([pad], self._cost(view))
+        if view.saved is not None:
+            yield Line([pad], [(cut(view.sharing(), self.width - INDENT), self.ink("muted"))])
         answer = self._answer(view)
         if answer.text or (view.phase == "running" and view.t_first is not None):
             yield from self._streamed(view, answer)
+        for place, text in enumerate(view.branch_texts()[1:] if view.n > 1 else (), 2):
+            yield from self._sample(place, text)
 
     def _page(self, view: RequestView) -> Span | None:
         """The attached page, where it comes in: with the first turn of a conversation."""
@@ -182,7 +186,7 @@ class Layouter:
         if times := lookup.speedup(self.state, view):
             end.append((f"   {times}", hit + Style(bold=True)))
         if view.finish_reason in ("length", "abort"):
-            word = "aborted" if view.finish_reason == "abort" else f"cut at {view.num_output} tokens"
+            word = "aborted" if view.finish_reason == "abort" else f"cut at {len(view.output_ids)} tokens"
             end.append((f" · {word}", muted))
         middles = (f" · computed {count(todo)} tokens", f" · computed {count(todo)}", "")
         for middle in middles[bool(read) :]:
@@ -190,6 +194,14 @@ class Layouter:
             if sum(cell_len(t) for t, _ in row) <= width:
                 break
         return row
+
+    def _sample(self, place: int, text: str) -> Iterator[Line]:
+        """The text of another sample, with its number."""
+        shown = safe_text(text, newlines=True).strip("\n")
+        lead = str(place).rjust(INDENT - 1) + " "
+        for line in plain(shown, self.width - INDENT) if shown else ("",):
+            yield Line([(lead, self.ink("muted"))], [(line, self.ink("text"))])
+            lead = " " * INDENT
 
     def _streamed(self, view: RequestView, answer: Passage) -> Iterator[Line]:
         text = self.ink("text")

@@ -40,7 +40,7 @@ class StepLine(Lines):
             self.set_rows([])
             return
         itl, out = self._itl(state), self._next_out(state, 3 if width < 110 else 6)
-        tails = [t for t in (itl, out) if t]
+        tails = [t for t in (itl, self._drafts(state), out) if t]
         head = _LEAST + 2 * len(count(state.completed.budget if state.completed is not None else 0))
         while tails and head + sum(3 + _cells(t) for t in tails) > width:
             tails.pop()
@@ -95,6 +95,14 @@ class StepLine(Lines):
             (" p50 ", muted),
             (duration(p50), Style.null()),
         ]
+
+    def _drafts(self, state: DashboardState) -> list[Part]:
+        """How many of the speculative tokens were right."""
+        if not state.drafts:
+            return []
+        muted = self.ink("muted")
+        rate = f"{100 * state.drafts_accepted // state.drafts} %"
+        return [("drafts ", muted), (rate, self.ink("hit")), (f" of {count(state.drafts)}", muted)]
 
     def _next_out(self, state: DashboardState, k: int) -> list[Part]:
         parts: list[Part] = [("next out", self.ink("muted"))]

@@ -46,7 +46,7 @@ def started(runner: ToyRunner, config: EngineConfig, hash_seed: int) -> ev.Engin
 
 
 class Storm:
-    """One random life of a small engine. sink gets every batch; `batches` keeps them."""
+    """One random life of a small engine; over few tokens drafts are often found. sink gets every batch; `batches` keeps them."""
 
     def __init__(
         self,
@@ -54,10 +54,12 @@ class Storm:
         *,
         num_blocks: int | None = None,
         block_size: int | None = None,
+        vocab: int = VOCAB,
         sink: Callable[[ev.StepBatch], None] = lambda batch: None,
         **knobs: Any,
     ) -> None:
         r = self.random = random.Random(seed)
+        self.vocab = vocab
         self.batches: list[ev.StepBatch] = []
         self._sink = sink
         self._fail = ""
@@ -65,7 +67,7 @@ class Storm:
         runner = ToyRunner(
             num_blocks or r.randint(6, 40),
             block_size or r.choice([1, 2, 4, 8]),
-            VOCAB,
+            vocab,
             fault=self._fault,
             bad=lambda s: s in self._nan,
         )
@@ -119,9 +121,9 @@ class Storm:
             size = core.paging.block_size
             length = min(r.randint(1, 6 * size), core.runner.max_model_len + 1)
             family = r.randint(0, 2)
-            prompt = [(family + i // 7) % VOCAB for i in range(length)]
+            prompt = [(family + i // 7) % self.vocab for i in range(length)]
             if r.random() < 0.5:
-                prompt[-1] = r.randrange(VOCAB)
+                prompt[-1] = r.randrange(self.vocab)
             n, beams = r.choice([(1, 1), (1, 1), (1, 1), (2, 1), (3, 1), (1, 3)])
             self.submit(
                 prompt, r.randint(1, 3 * size + 4), r.choice([None, None, None, "a"]), n=n, beam_width=beams

@@ -80,7 +80,7 @@ class Pair:
 
 @pytest.mark.parametrize("seed", range(12))
 def test_the_law_holds_at_every_batch_of_a_storm(seed: int) -> None:
-    storm = Storm(seed, sink=Pair())
+    storm = Storm(seed, vocab=2 if seed % 3 == 0 else 60, sink=Pair())
     for _ in range(250):
         storm.act()
     storm.drain()

@@ -38,7 +38,7 @@ def without(batches: list[ev.StepBatch], at: int, place: int) -> list[ev.StepBat
 
 @pytest.mark.parametrize("seed", range(30))
 def test_every_storm_verifies(seed: int) -> None:
-    storm = Storm(seed)
+    storm = Storm(seed, vocab=2 if seed % 3 == 0 else 60)
     for _ in range(250):
         storm.act()
     storm.drain()
