@@ -32,7 +32,7 @@ class SamplingParams:
     """Of beam search: `yes` with beam_width hypotheses, `no` when the best beam cannot beat them as long as it
     is, `never` when it cannot at any length."""
     temperature: float | None = None
-    """0 is greedy; None takes the model's default, else greedy."""
+    """0 is greedy; None takes the model's default, else greedy, or 0.7 where n is over 1."""
     top_k: int | None = None
     """Keep the k most likely tokens; 0 keeps all."""
     top_p: float | None = None
@@ -131,7 +131,7 @@ class SamplingParams:
         own = defaults if defaults.get("do_sample", False) else {}
         t = self.temperature if self.temperature is not None else own.get("temperature")
         if t is None:  # some configs say null
-            t = 1.0 if own or self.n > 1 else 0.0  # n greedy samples would be n times the same
+            t = 1.0 if own else 0.7 if self.n > 1 else 0.0  # n greedy samples would be n times the same
         return replace(
             self,
             temperature=float(t),

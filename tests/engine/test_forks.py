@@ -197,7 +197,7 @@ def test_a_failed_forward_or_bad_logits_where_samples_part_fail_the_request_alon
 
 
 def test_n_samples_of_nobodys_temperature_are_not_n_times_the_same() -> None:
-    assert SamplingParams(n=4).resolved({}, 0).temperature == 1.0
+    assert SamplingParams(n=4).resolved({}, 0).temperature == 0.7
     assert SamplingParams(n=4, temperature=0).resolved({}, 0).temperature == 0.0
     assert SamplingParams(n=4).resolved({"do_sample": True, "temperature": 0.6}, 0).temperature == 0.6
     assert SamplingParams().resolved({}, 0).temperature == 0.0

@@ -46,7 +46,10 @@ def started(runner: ToyRunner, config: EngineConfig, hash_seed: int) -> ev.Engin
 
 
 class Storm:
-    """One random life of a small engine; over few tokens drafts are often found. sink gets every batch; `batches` keeps them."""
+    """One random life of a small engine; over few tokens drafts are often found.
+
+    sink gets every batch; `batches` keeps them.
+    """
 
     def __init__(
         self,
