@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
 from typing import TYPE_CHECKING
 
 from engine.config import SetupError
@@ -25,12 +27,18 @@ def get_ops(
 ) -> Ops:
     """The back end `name` (auto, reference, cpu, triton) for this model on this device in this dtype.
 
-    auto is cpu on a CPU (reference for float64, which has no faster path) and reference on a GPU.
+    auto is cpu on a CPU (reference for float64, which has no faster path), and on a GPU triton where it is
+    installed and has the kernels, else reference.
     cpu takes the C kernels where CPU, compiler, dtype and the model's shape allow, else torch.
     Raises SetupError for a combination that does not exist.
     """
     import torch
 
+    if name == "auto" and device.type == "cuda":
+        try:
+            return _triton(device, dtype, model, quantization, fp8_kv)
+        except SetupError:
+            name = "reference"
     if name == "auto":
         name = "cpu" if device.type == "cpu" and dtype != torch.float64 else "reference"
     if name == "reference":
@@ -47,5 +55,22 @@ def get_ops(
             return cpu_native.NativeCpuOps(device, dtype, model, quantization)
         return cpu.CpuOps(device, dtype, quantization)
     if name == "triton":
-        raise SetupError("--ops triton is not part of this version: use --ops auto or --ops reference")
+        return _triton(device, dtype, model, quantization, fp8_kv)
     raise SetupError(f"--ops must be auto, reference, cpu or triton, not {name!r}")
+
+
+def _triton(
+    device: torch.device,
+    dtype: torch.dtype,
+    model: ModelConfig,
+    quantization: Quantization | None,
+    fp8_kv: bool,
+) -> Ops:
+    """Asks before it imports: a process that has imported the kernels cannot interpret them any more."""
+    if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        raise SetupError("--ops triton needs an NVIDIA GPU: use --ops auto or --ops reference")
+    if importlib.util.find_spec("triton") is None:
+        raise SetupError("--ops triton needs triton: pip install triton, or use --ops reference")
+    from engine.ops.triton import TritonOps
+
+    return TritonOps(device, dtype, model, quantization, fp8_kv=fp8_kv)

@@ -1,0 +1,207 @@
+"""TritonOps: kernels of our own around the GEMMs of cuBLAS, on NVIDIA GPUs from sm_80 on.
+
+Owns when which kernel of engine.ops.kernels runs and the work list of a step. What the operations mean is
+ReferenceOps', which tests hold every kernel to. Under TRITON_INTERPRET=1 it runs on a CPU, for tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from engine.config import ModelConfig, SetupError
+from engine.ops.base import AttentionWeights, Packed, RopeTable, StepInput, StepPlan, launches
+from engine.ops.fp8 import Fp8Kv, Kv, parts
+from engine.ops.kernels import attention, copy, draw, norm, qkv, silu
+from engine.ops.kernels.combine import combine
+from engine.ops.kernels.cutoff import cutoffs
+from engine.ops.reference import ReferenceOps
+from engine.ops.split import work_list
+from engine.ops.tiles import Tiles, tiles_for
+from engine.ops.weights import Quantization
+from engine.sampler import SampleRows
+
+
+@dataclass(slots=True)
+class _Group:
+    """Sequences that share a tile size. work int32 [W, 5] and merges int32 [M, 4] as in engine.ops.split, on
+    the device; parts: room for their partial results, which the layers use in turn."""
+
+    tile: attention.Tile
+    work: Tensor
+    merges: Tensor
+    parts: tuple[Tensor, Tensor] | None
+    most: int
+
+
+@dataclass(slots=True)
+class _Plan(StepPlan):
+    groups: list[_Group]
+
+
+class TritonOps(ReferenceOps):
+    """bfloat16 and float32. Raises SetupError for what no kernel is written for."""
+
+    name = "triton"
+
+    def __init__(
+        self,
+        device: torch.device,
+        dtype: torch.dtype,
+        model: ModelConfig,
+        quantization: Quantization | None = None,
+        *,
+        fp8_kv: bool = False,
+    ) -> None:
+        super().__init__(device, dtype, quantization)
+        refuse(device, dtype, model)
+        self._kv_heads = model.num_kv_heads
+        self._dim = model.head_dim
+        self._groups = model.num_heads // model.num_kv_heads
+        capability, processors = (9, 0), 1
+        if device.type == "cuda":
+            found = torch.cuda.get_device_properties(device)
+            capability, processors = (found.major, found.minor), found.multi_processor_count
+        # GPUs before sm_89 know no FP8: there the kernels get its bits.
+        self._native_fp8 = capability >= (8, 9)
+        self.tiles: Tiles = tiles_for(capability, processors, dtype, fp8_kv, self._dim, self._groups)
+
+    # ------------------------------------------------------------------------------ once a step
+
+    def plan(self, batch: StepInput, rope: RopeTable, window: int | None = None) -> _Plan:
+        """window: of the layers that will attend by this plan; it changes the balance, never the result."""
+        q_lens, kv_lens = np.asarray(batch.q_lens), np.asarray(batch.kv_lens_host)
+        few = q_lens * self._groups <= self.tiles.few.rows
+        groups = []
+        for chosen, tile, programs, least in (
+            (few, self.tiles.few, self.tiles.programs_few, self.tiles.least_few),
+            (~few, self.tiles.many, self.tiles.programs_many, self.tiles.least_many),
+        ):
+            index = np.flatnonzero(chosen)
+            if len(index):
+                groups.append(
+                    self._group(index, q_lens[index], kv_lens[index], tile, programs, least, window)
+                )
+        return _Plan(batch, rope, groups)
+
+    def _group(
+        self,
+        index: NDArray[np.int64],
+        q_lens: NDArray[np.int64],
+        kv_lens: NDArray[np.int64],
+        tile: attention.Tile,
+        programs: int,
+        least: int,
+        window: int | None,
+    ) -> _Group:
+        w = work_list(
+            index, q_lens, kv_lens, block_q=tile.rows // self._groups, keys=tile.keys,
+            kv_heads=self._kv_heads, programs=programs, least=least, window=window,
+        )  # fmt: skip
+        both = torch.from_numpy(np.concatenate((w.work.ravel(), w.merges.ravel()))).to(self.device)
+        room = None
+        if w.parts:
+            room = attention.parts_for(w.parts, self._kv_heads, tile, self._dim, self.device)
+        split = w.work.size
+        return _Group(tile, both[:split].view(-1, 5), both[split:].view(-1, 4), room, w.most)
+
+    def copy_blocks(self, cache: Kv, pairs: Iterable[tuple[int, int]]) -> None:
+        for src, dst in launches(pairs):
+            ids = torch.tensor((src, dst), dtype=torch.int64, device=self.device)
+            for tensor in parts(cache):
+                copy.copy_blocks(tensor, ids[0], ids[1])
+
+    # ------------------------------------------------------------------------- small operations
+
+    def logits(self, x: Tensor, head: Packed) -> Tensor:
+        if isinstance(head.data, Tensor) and x.is_cuda and x.dtype == torch.bfloat16:
+            # cuBLAS sums in float32 anyway: rounding the sums would only lose what the sampler reads.
+            return torch.mm(x, head.data.t(), out_dtype=torch.float32)
+        return self.linear(x, head).float()
+
+    def add_rms_norm(
+        self, delta: Tensor | None, residual: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        return norm.add_rms_norm(delta, residual, weight, eps), residual
+
+    def qkv_prepare(self, qkv_: Tensor, w: AttentionWeights, kv: Kv, plan: StepPlan) -> Tensor:
+        b = plan.batch
+        q = torch.empty((len(qkv_), w.heads, w.head_dim), dtype=qkv_.dtype, device=qkv_.device)
+        norms = None if w.q_norm is None or w.k_norm is None else (w.q_norm, w.k_norm)
+        values, scales = _halves(kv)
+        rope = plan.rope
+        qkv.prepare(qkv_, q, values, scales, b.slots, b.positions, rope.cos, rope.sin, norms, w.eps)
+        return q
+
+    def attention(self, q: Tensor, kv: Kv, w: AttentionWeights, plan: StepPlan) -> Tensor:
+        assert isinstance(plan, _Plan)
+        return self.attend(q, kv, plan, w.head_dim**-0.5)
+
+    def attend(
+        self, q: Tensor, kv: Kv, plan: _Plan, scale: float, window: int | None = None,
+        softcap: float | None = None,
+    ) -> Tensor:  # fmt: skip
+        """See engine.ops.reference.attend."""
+        b = plan.batch
+        out = torch.empty_like(q)
+        (k, v), scales = _halves(kv)
+        if scales and self._native_fp8:
+            k, v = k.view(torch.float8_e4m3fn), v.view(torch.float8_e4m3fn)
+        for g in plan.groups:
+            attention.attend(
+                q, (k, v), scales, b.tables, b.rows, b.q_starts, b.kv_lens, g.work, g.parts, out,
+                scale, g.tile, window, softcap,
+            )  # fmt: skip
+            if g.parts is not None:
+                combine(g.parts, b.q_starts, g.merges, out, g.tile.rows, g.most)
+        return out
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        return silu.silu_mul(gate_up)
+
+    def sample(self, logits: Tensor, rows: SampleRows) -> tuple[list[int], list[int]]:
+        params = torch.from_numpy(packed_params(rows)).to(self.device)
+        cut = cutoffs(logits, params)
+        tokens, bad = draw.draw(logits, params, cut).tolist()
+        return tokens, [i for i, n in enumerate(bad) if n]
+
+
+def refuse(device: torch.device, dtype: torch.dtype, model: ModelConfig) -> None:
+    """Raises SetupError where the kernels do not run."""
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
+        raise SetupError("--ops triton needs a GPU of compute capability 8.0 or newer: use --ops reference")
+    if dtype not in (torch.bfloat16, torch.float32):
+        raise SetupError("--ops triton computes in bfloat16 or float32: use --ops reference for float64")
+    dim = model.head_dim
+    if dim % 2 or not 16 <= dim <= 256:
+        raise SetupError(f"--ops triton has no kernel for a head_dim of {dim}: use --ops reference")
+
+
+def packed_params(rows: SampleRows) -> NDArray[np.int32]:
+    """int32 [ROW_WORDS, R] as engine.ops.kernels.draw reads it: one copy to the device."""
+    p = rows.params
+    out = np.empty((draw.ROW_WORDS, len(p)), np.int32)
+    real = out.view(np.float32)
+    real[draw.TEMPERATURE] = np.where(p["top_k"] == 1, 0, p["temperature"])
+    real[draw.TOP_P] = p["top_p"]
+    with np.errstate(divide="ignore"):
+        real[draw.LOG_MIN_P] = np.log(p["min_p"])
+    out[draw.TOP_K] = np.minimum(p["top_k"], 2**31 - 1)
+    seed = p["seed"].view(np.uint64)
+    out.view(np.uint32)[draw.SEED_LOW] = seed & np.uint64(0xFFFFFFFF)
+    out.view(np.uint32)[draw.SEED_HIGH] = seed >> np.uint64(32)
+    out[draw.BRANCH] = p["branch"]
+    out[draw.POSITION] = rows.position
+    return out
+
+
+def _halves(kv: Kv) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor] | None]:
+    """(K, V) of one layer, and their scales where the cache has them."""
+    if isinstance(kv, Fp8Kv):
+        return (kv.data[0], kv.data[1]), (kv.scale[0], kv.scale[1])
+    return (kv[0], kv[1]), None

@@ -1,0 +1,51 @@
+"""The whole engine through the Triton ops: token for token what the reference ops give."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+import pytest
+import torch
+
+from engine.config import EngineConfig, ModelConfig
+from engine.params import SamplingParams
+from engine.torch_runner import TorchRunner
+from tests.engine.tiny import LLAMA3, QWEN3, Driver, random_weights
+
+CONFIG = EngineConfig(
+    device="cpu", dtype="float32", ops="reference", num_blocks=33, block_size=8, max_model_len=40, threads=1
+)  # fmt: skip
+PROMPTS = [[(31 * i + 7 * j) % 199 for j in range(n)] for i, n in enumerate((1, 8, 9, 26))]
+NEW = 4
+
+
+@pytest.mark.parametrize(
+    ("model", "chunk", "fp8", "temperature"),
+    [(LLAMA3, 7, True, 0.0), (QWEN3, 7, False, 0.0), (QWEN3, 1000, False, 0.9)],
+    ids=["llama-fp8-kv", "qwen3", "qwen3-sampled"],
+)
+def test_tokens_are_the_references(model: ModelConfig, chunk: int, fp8: bool, temperature: float) -> None:
+    config = replace(CONFIG, kv_cache_dtype="fp8" if fp8 else "auto")
+    weights = random_weights(model)
+    said = []
+    for ops in ("reference", "triton"):
+        runner = TorchRunner.from_weights(model, dict(weights), replace(config, ops=ops))  # type: ignore[arg-type]
+        assert runner.ops_name == ops
+        if isinstance(runner.cache, torch.Tensor):
+            with torch.inference_mode():
+                runner.cache.fill_(float("nan"))
+        driver = Driver(runner, seed=chunk)
+        top_p, top_k = (0.9, 50) if temperature else (1.0, 0)
+        params = [SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k, seed=i) for i in range(4)]
+        seqs = [driver.add(p, q, branch=i) for i, (p, q) in enumerate(zip(PROMPTS, params, strict=True))]
+        while todo := [s for s in seqs if len(s) < s.request.prompt_tokens + NEW]:
+            driver.step(chunk if ops == "triton" else 1000, todo)
+        said.append([list(s.tokens) for s in seqs])
+    assert said[0] == said[1]
+
+
+def test_it_really_interprets() -> None:
+    from engine.ops.kernels.common import INTERPRETED
+
+    assert INTERPRETED and os.environ["TRITON_INTERPRET"] == "1"

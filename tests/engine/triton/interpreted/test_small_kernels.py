@@ -1,0 +1,155 @@
+"""Cache write, norm, activation, copies and e4m3 against torch."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from engine.config import ModelConfig
+from engine.layers import attention_weights
+from engine.ops.base import Ops, StepPlan
+from engine.ops.fp8 import Fp8Kv
+from engine.ops.kernels.common import from_e4m3, to_e4m3
+from engine.ops.reference import ReferenceOps
+from engine.ops.triton import TritonOps
+from tests.engine.test_ops import CPU, Setting, model
+from tests.engine.tiny import QWEN2, QWEN3
+
+BF16, F32 = torch.bfloat16, torch.float32
+DTYPES = pytest.mark.parametrize("dtype", [F32, BF16], ids=["fp32", "bf16"])
+
+
+@DTYPES
+@pytest.mark.parametrize("shape", [(4, 2, 64), (9, 3, 32), (2, 2, 96), (2, 1, 256)], ids=str)
+@pytest.mark.parametrize("family", [QWEN2, QWEN3], ids=["plain", "qk-norm"])
+def test_qkv_prepare(dtype: torch.dtype, shape: tuple[int, int, int], family: ModelConfig) -> None:
+    s = Setting(model(*shape, family), 16, dtype, [(1, 1), (2, 17), (8, 30)])
+
+    def prepare(ops: Ops, plan: StepPlan, kv: Tensor) -> Tensor:
+        q = ops.qkv_prepare(
+            s.qkv.to(ops.dtype), attention_weights(ops, s.config, dict(s.weights), 0), kv, plan
+        )
+        block, slot = s.batch.slots // 16, s.batch.slots % 16
+        return torch.cat([q, kv[0][block, :, slot], kv[1][block, :, slot]], dim=1)
+
+    s.check(TritonOps(CPU, dtype, s.config), prepare)
+
+
+def test_many_tokens_take_their_heads_together() -> None:
+    s = Setting(model(8, 4, 16), 16, F32, [(70, 70)])
+    w = attention_weights(ReferenceOps(CPU, F32), s.config, dict(s.weights), 0)
+    caches = [torch.zeros(s.kv.shape) for _ in range(2)]
+    ours, plain = (
+        ops.qkv_prepare(s.qkv.float(), w, kv, ops.plan(s.batch, s.rope))
+        for ops, kv in zip((TritonOps(CPU, F32, s.config), ReferenceOps(CPU, F32)), caches, strict=True)
+    )
+    torch.testing.assert_close(ours, plain, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(*caches, rtol=1e-5, atol=1e-5)
+
+
+@DTYPES
+def test_fp8_is_stored_bit_for_bit_as_torch_stores_it(dtype: torch.dtype) -> None:
+    """V, which nothing is computed of: all bits. K goes through a rotation: within a step of e4m3."""
+    s = Setting(model(4, 2, 64), 16, dtype, [(9, 30), (3, 3)])
+    s.qkv[2, -64:] = 0
+    s.qkv[3, -64:] *= 1e-30
+    s.qkv[4, -20] = float("nan")
+    s.qkv[5, -20] = float("inf")
+    shape = s.kv.shape
+    w = attention_weights(ReferenceOps(CPU, dtype), s.config, dict(s.weights), 0)
+    ours, plain = (Fp8Kv(torch.zeros(shape, dtype=torch.uint8), torch.zeros(shape[:-1])) for _ in range(2))
+    for ops, kv in ((TritonOps(CPU, dtype, s.config), ours), (ReferenceOps(CPU, dtype), plain)):
+        ops.qkv_prepare(s.qkv.to(dtype), w, kv, ops.plan(s.batch, s.rope))
+    assert torch.equal(ours.scale.isfinite(), plain.scale.isfinite())
+    finite = plain.scale[1].isfinite()
+    assert torch.equal(ours.scale[1][finite], plain.scale[1][finite])
+    assert torch.equal(ours.data[1][finite], plain.data[1][finite])
+    rtol = 1e-5 if dtype == F32 else 1e-2
+    torch.testing.assert_close(ours.scale[0], plain.scale[0], rtol=rtol, atol=0)
+    size = plain.scale[0][..., None]
+    k = [kv.data[0].view(torch.float8_e4m3fn).float() * kv.scale[0][..., None] for kv in (ours, plain)]
+    assert ((k[0] - k[1]).abs() <= 33 * size).all()
+
+
+def test_a_slot_under_zero_is_not_written() -> None:
+    s = Setting(model(2, 1, 32), 16, F32, [(3, 3)])
+    s.batch.slots[1] = -1
+    ops = TritonOps(CPU, F32, s.config)
+    kv = torch.zeros(s.kv.shape)
+    w = attention_weights(ops, s.config, dict(s.weights), 0)
+    q = ops.qkv_prepare(s.qkv.float(), w, kv, ops.plan(s.batch, s.rope))
+    assert q.isfinite().all()
+    assert (kv[0].abs().sum((-1, -3)) > 0).sum() == 2
+
+
+@DTYPES
+@pytest.mark.parametrize("n", [1, 96, 576, 1000])
+def test_norm_and_activation(dtype: torch.dtype, n: int) -> None:
+    g = torch.Generator().manual_seed(n)
+    ops, exact = TritonOps(CPU, dtype, model(2, 1, 32)), ReferenceOps(CPU, torch.float64)
+    plain = ReferenceOps(CPU, dtype)
+    delta, residual, weight = (torch.randn(3, n, generator=g).to(dtype) for _ in range(3))
+    pairs = []
+    for d in (None, delta):
+        y, r = ops.add_rms_norm(d, residual.clone(), weight[0], 1e-6)
+        want, want_r = exact.add_rms_norm(None, plain.add_rms_norm(d, residual, weight[0], 1e-6)[1].double(),
+                                          weight[0].double(), 1e-6)  # fmt: skip
+        assert torch.equal(r.double(), want_r)
+        pairs.append((y, plain.add_rms_norm(d, residual, weight[0], 1e-6)[0], want))
+    both = torch.cat((delta, residual), 1) * 4
+    pairs.append((ops.silu_mul(both), plain.silu_mul(both), exact.silu_mul(both.double())))
+    for ours, torchs, want in pairs:
+        error = (torchs.double() - want).abs().max()
+        assert (ours.double() - want).abs().max() <= 2 * error + 1e-6 * want.abs().max()
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16, torch.uint8])
+def test_copies_run_in_order(dtype: torch.dtype) -> None:
+    r = random.Random(0)
+    ops, plain = TritonOps(CPU, F32, model(2, 1, 32)), ReferenceOps(CPU, F32)
+    for dim in (6, 16):
+        data = torch.randint(0, 200, (3, 2, 8, 2, 4, dim)).to(dtype)
+        pairs = [tuple(r.sample(range(8), 2)) for _ in range(6)]
+        ours, want = data.clone(), data.clone()
+        if dtype == torch.uint8:
+            a, b = (Fp8Kv(d, torch.rand(d.shape[:-1], generator=torch.Generator().manual_seed(0)))
+                    for d in (ours, want))  # fmt: skip
+            ops.copy_blocks(a, pairs), plain.copy_blocks(b, pairs)  # type: ignore[arg-type]
+            assert torch.equal(a.scale, b.scale)
+        else:
+            ops.copy_blocks(ours, pairs), plain.copy_blocks(want, pairs)  # type: ignore[arg-type]
+        assert torch.equal(ours, want)
+
+
+@triton.jit
+def _encode(x_ptr, bits_ptr, N: tl.constexpr):
+    i = tl.arange(0, N)
+    tl.store(bits_ptr + i, to_e4m3(tl.load(x_ptr + i)))
+
+
+@triton.jit
+def _decode(bits_ptr, y_ptr, N: tl.constexpr):
+    i = tl.arange(0, N)
+    tl.store(y_ptr + i, from_e4m3(tl.load(bits_ptr + i), tl.float32))
+
+
+def test_e4m3_is_torchs_in_both_directions() -> None:
+    bits = torch.arange(256, dtype=torch.uint8)
+    values = torch.empty(256)
+    _decode[(1,)](bits, values, N=256)
+    number = (bits & 0x7F) != 0x7F  # a cache holds no other: scales tell what is not finite
+    exact = bits.view(torch.float8_e4m3fn).float()
+    assert torch.equal(values[number], exact[number])
+    near = exact[number].unique()
+    middle = (near[1:] + near[:-1]) / 2
+    x = torch.cat((near, middle, middle * (1 + 1e-6), middle * (1 - 1e-6), torch.tensor([1e9, -1e9, 1e-12])))
+    x = torch.cat((x, torch.randn(2048 - len(x)) * torch.logspace(-5, 3, 2048 - len(x))))
+    ours = torch.empty(2048, dtype=torch.uint8)
+    _encode[(1,)](x, ours, N=2048)
+    want = x.clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
+    assert torch.equal(ours, want)

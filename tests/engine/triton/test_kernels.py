@@ -1,0 +1,45 @@
+"""The kernels on a machine without a GPU: what they compute, and what they compile to."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+HERE = Path(__file__).parent
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="no triton for this machine"
+)
+
+
+def test_interpreted_they_are_the_reference() -> None:
+    """All of tests/engine/triton/interpreted, in the process of its own that interpreting needs."""
+    env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    words = [sys.executable, "-m", "pytest", str(HERE / "interpreted"), "-p", "no:cacheprovider"]
+    run = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stdout[-6000:] + run.stderr[-2000:]
+    assert "passed" in run.stdout and "skipped" not in run.stdout
+
+
+def test_compiled_they_stay_within_their_budgets() -> None:
+    """For the H200 and the RTX 4070: registers, no spills, shared memory. Other GPUs: make compile-all."""
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    words = [sys.executable, "-m", "tests.engine.triton.compiled"]
+    runs = [
+        subprocess.Popen(
+            [*words, arch], cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        for arch in ("90", "89")
+    ]
+    for run in runs:
+        out, err = run.communicate()
+        assert run.returncode == 0, err[-3000:]
+        over = [line["over"] for line in map(json.loads, out.splitlines()) if line["over"]]
+        assert over == []
