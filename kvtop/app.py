@@ -349,12 +349,22 @@ class KvtopApp(App[int]):
 
     def action_next_view(self) -> None:
         """chat, ops, all, chat."""
+        if self.main.has_class("-tiny"):
+            self.say("the other views need 60 × 20 cells")
+            return
         self.set_view(VIEWS[(VIEWS.index(self.main.view) + 1) % len(VIEWS)])
 
     def set_view(self, view: View) -> None:
         """Show this view."""
         self.main.show_view(view)
         self.wake()
+
+    def action_unfold(self) -> None:
+        """e, wherever the focus is."""
+        if not self.main.chat_box.display:
+            self.say("the chat is not in this view: F2 shows another")
+        elif not self.main.chat.fold_latest():
+            self.say("nothing in view can be unfolded: no page, no long prompt")
 
     def action_logs(self) -> None:
         """Show or hide what was printed."""

@@ -27,6 +27,7 @@ BINDINGS: list[BindingType] = [
     Binding("less_than_sign", "speed(-1)", "Slower", id="slower"),
     Binding("greater_than_sign", "speed(1)", "Faster", id="faster"),
     Binding("x", "abort", "Abort the newest running request", id="abort"),
+    Binding("e", "unfold", "Unfold the attached page, or a long prompt", id="unfold"),
     Binding("s", "picture", "Save a picture (SVG)", id="picture"),
     Binding("q", "quit", "Quit", id="quit-q"),
 ]

@@ -174,6 +174,7 @@ class Session:
         if self.engine is None:
             self._replay("step", count)
         elif self.state.started is not None:
+            self._still = None  # a step that is not shown would be no step
             if not self.stepping:
                 self.stepping = True
                 self.engine.pause()

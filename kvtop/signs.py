@@ -35,6 +35,9 @@ def badges(app: KvtopApp) -> list[Badge]:
         told.append(Badge(f"SLOW {app.session.slow:g} s", "warning"))
     if app.session.stepping:
         told.append(Badge("STEP", "warning"))
+    # A picture is of one moment anyway.
+    if app.session.engine is None and not app.session.playing and not app.is_headless:
+        told.append(Badge("PAUSED", "warning"))
     mode = _mode(app)
     if state.started is not None and state.started.source == "simulated":
         speed = state.started.knobs.get("speed") or 1
@@ -59,6 +62,11 @@ def _mode(app: KvtopApp) -> Badge:
 
 def keys(app: KvtopApp) -> list[Key]:
     """What works now, the most useful first: a narrow line drops the rest."""
+    found = _keys(app)
+    return [key for key in found if key is not _VIEW] if app.main.has_class("-tiny") else found
+
+
+def _keys(app: KvtopApp) -> list[Key]:
     slow = Key(
         "F3", "run on" if app.session.stepping else "full speed" if app.session.slow else "slow motion", "f3"
     )

@@ -96,6 +96,7 @@ class MainScreen(Kept, Screen[None]):
         self.selected: int | None = None
         self.header, self.step_line = Header(id="header"), StepLine(id="step")
         self.chat, self.map = Chat(id="chat"), BlockMap(motion, id="map")
+        self.chat_box = Box(self.chat, id="chat-box")
         self.map_box = Box(self.map, id="map-box")
         self.strip, self.detail = LookupStrip(motion, id="strip"), BlockDetail(id="detail")
         self.caption, self.prompt = Caption(id="caption"), Prompt(id="prompt")
@@ -115,7 +116,7 @@ class MainScreen(Kept, Screen[None]):
         yield self.header
         with Row(id="top"):
             with Column(id="left"):
-                yield Box(self.chat, id="chat-box")
+                yield self.chat_box
                 yield Box(self.detail, id="detail-box")
             yield self.map_box
             with Column(id="side"):

@@ -46,7 +46,6 @@ class Chat(Lines):
         Binding("pagedown", "scroll_lines(-10)", "", show=False),
         Binding("home", "scroll_lines(1000000)", "Oldest", show=False),
         Binding("end", "scroll_lines(-1000000)", "Newest, and follow", show=False),
-        Binding("e", "fold", "Unfold the attached page", show=False),
     ]
 
     @dataclass
@@ -278,10 +277,13 @@ class Chat(Lines):
         self.unfolded ^= {request_id}
         self.wake()
 
-    def action_fold(self) -> None:
-        """Of the request at the bottom."""
-        if self._view:
-            self.fold(self._view[-1][0])
+    def fold_latest(self) -> bool:
+        """Of the lowest request in view that has something to fold. False if none has."""
+        for rid, line in reversed(self._view):
+            if line.fold:
+                self.fold(rid)
+                return True
+        return False
 
     def action_scroll_lines(self, lines: int) -> None:
         """Up by `lines` (towards older text)."""

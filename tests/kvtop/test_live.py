@@ -278,6 +278,43 @@ async def test_freezing_keeps_what_comes() -> None:
         await shown.finished(1)
 
 
+async def test_a_single_step_is_shown_although_the_display_was_frozen() -> None:
+    async with live() as shown:
+        app = shown.app
+        await shown.pilot.press("escape", "space")
+        assert app.session.frozen
+        await shown.pilot.press("full_stop")
+        assert app.session.stepping and not app.session.frozen
+        app.session.asker.send("hello")
+        await shown.until(lambda: 1 in app.state.requests)
+
+
+async def test_where_other_views_do_not_fit_their_key_is_not_offered() -> None:
+    async with live(size=(50, 15)) as shown:
+        app = shown.app
+        assert "F2" not in app.main.key_line.lines[0] and "F1 help" in app.main.key_line.lines[0]
+        await shown.pilot.press("f2")
+        await shown.pilot.pause()
+        assert app.main.view == "chat" and "the other views need 60 × 20 cells" in shown.hint
+
+
+async def test_e_unfolds_from_anywhere_in_key_mode() -> None:
+    async with live() as shown:
+        app, pilot = shown.app, shown.pilot
+        await pilot.press("escape", "e")
+        await pilot.pause()
+        assert shown.hint.strip().startswith("nothing in view can be unfolded")
+        await pilot.press("i", "enter")
+        await shown.finished(1)
+        await pilot.press("escape")
+        assert app.focused is app.main.map
+        await pilot.press("e")
+        assert app.main.chat.unfolded == {1}
+        await pilot.press("f2", "e")
+        await pilot.pause()
+        assert shown.hint.strip().startswith("the chat is not in this view")
+
+
 async def test_slow_motion_and_single_steps() -> None:
     async with live() as shown:
         app = shown.app
