@@ -14,6 +14,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+LATEST = 1000
+"""Newest points that every p50, p99 and max on the screen is taken of, however many a graph shows."""
+
 Floats = npt.NDArray[np.float64]
 
 
@@ -57,6 +60,10 @@ class Ring:
         """The newest value, None without points."""
         return float(self._rows[(self._count - 1) % len(self._rows), 1]) if self._count else None
 
+    def latest(self, count: int = LATEST) -> Floats:
+        """[at most `count`] the newest values, oldest first: what p50, p99 and max are taken of."""
+        return self.values()[-count:]
+
     def percentile(self, q: float, since: float = -np.inf) -> float | None:
         """q in 0..100 over the points with t >= since; None without points."""
         return percentile(self.values(since), q)
@@ -74,18 +81,21 @@ class Ring:
 class Rate:
     """Amounts summed in buckets of `bucket` seconds; reads as amount per second."""
 
-    __slots__ = ("_last", "_start", "_sums", "bucket", "total")
+    __slots__ = ("_last", "_peak", "_start", "_sums", "bucket", "total")
 
     def __init__(self, bucket: float = 0.25, capacity: int = 2400) -> None:
         self.bucket = bucket
         self.total = 0.0
         """Everything ever added."""
+        self._peak = 0.0
         self._sums = np.zeros(capacity)
         self._last = -1
         self._start: float | None = None
 
     def add(self, t: float, amount: float) -> None:
         """Something happened at t (seconds, not decreasing)."""
+        if self._start is not None and int(t / self.bucket) > self._last:
+            self._peak = max(self._peak, self.now((self._last + 1) * self.bucket - 1e-9) or 0.0)
         i = self._advance(t)
         self._sums[i % len(self._sums)] += amount
         self.total += amount
@@ -98,6 +108,11 @@ class Rate:
             return None
         span = min(window, max(t - self._start, self.bucket))
         return float(self.points(t, span)[1].mean())
+
+    def peak(self, t: float) -> float | None:
+        """The largest that `now` has been until t, at the end of a bucket; None before anything was added."""
+        now = self.now(t)
+        return None if now is None else max(self._peak, now)
 
     def points(self, until: float, span: float) -> tuple[Floats, Floats]:
         """(bucket starts [n], per-second values [n]) of the last `span` seconds before `until`, zeros
@@ -129,7 +144,7 @@ class Rate:
             self._last,
             self._start,
         )
-        other._sums = self._sums.copy()
+        other._sums, other._peak = self._sums.copy(), self._peak
         return other
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from textual.widget import Widget
 
+from kvtop.series import LATEST
 from kvtop.widgets.block_detail import BlockDetail
 from kvtop.widgets.block_map import BlockMap
 from kvtop.widgets.chat import Chat
@@ -85,8 +86,16 @@ FIGURES: dict[type[Widget], tuple[str, tuple[Definition, ...]]] = {
         (
             ("decode", "Tokens of the last step that went to requests which already generate, one each."),
             ("prefill", "Prompt tokens that the last step computed."),
-            ("unused", "What was left of the step's token budget; the number at the end is the budget."),
-            ("ITL", "Time from one token of a sequence to its next; p50: half took at most this long."),
+            (
+                "unused … of",
+                "What was left of the step's token budget, and the budget: --max-num-batched-tokens, less where a long "
+                "context would make the step too slow.",
+            ),
+            (
+                "ITL",
+                f"Time from one token of a sequence to its next; p50: half of the latest {LATEST:,} took at most this "
+                "long, steps in slow motion left out.",
+            ),
             ("next out", "Blocks that are handed out next; a cached one loses its content then."),
         ),
     ),

@@ -103,7 +103,7 @@ class BudgetPanel(Panel):
         )
 
     def _steps(self, state: DashboardState, width: int) -> Row:
-        times = np.sort(state.series.step.values()[-1000:])
+        times = np.sort(state.series.step.latest())
         scheduled = len(state.scheduled.seq_ids) if state.scheduled else 0
         busy = sum(state.scheduled.n) if state.scheduled else 0
         budget = state.completed.budget if state.completed else 0

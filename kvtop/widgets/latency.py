@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 from textual.binding import Binding, BindingType
 
+from kvtop.series import LATEST
 from kvtop.units import duration
 from kvtop.widgets.graph import (
     Curve,
@@ -80,13 +81,16 @@ class TtftPanel(_Latency):
             "Time to first token of one request, ms: from its arrival to its first token, waiting included.",
         ),
         ("◆ hit", "The request read part of its prompt from the prefix cache instead of computing it."),
-        ("p50, p99", "Half, and 99 in 100, of the requests shown took at most this long (ms)."),
+        (
+            "p50, p99",
+            f"Half, and 99 in 100, of the latest {LATEST:,} requests took at most this long (ms); cold and hit: p50.",
+        ),
         ("left out", "Requests whose first token came in a step that slow motion (F3) stretched."),
     )
 
     def rows(self, state: DashboardState, now: float, width: int, height: int) -> list[Row]:
         """Figures, then bars, then the marks under them."""
-        points = state.series.ttft.rows()
+        points = state.series.ttft.rows()[-LATEST:]
         if not len(points):
             return [self.say("no first token yet")]
         times, hit = points[:, 1], points[:, 2] > 0
@@ -124,7 +128,7 @@ class TtftPanel(_Latency):
         curve = Curve(values, cold_ink, styles=styles)
         shown = times[-max(1, columns // pitch) :]
         scale = self.axis(shown)
-        return graph(width, height, [curve], scale, axis_label, self.ink("muted"), self.levels(shown, height))
+        return graph(width, height, [curve], scale, axis_label, self.ink("muted"), self.levels(times, height))
 
     def _marks(self, width: int, hit: np.ndarray) -> Row:
         columns, pitch = plot_width(width), self._pitch(width, len(hit))
@@ -141,28 +145,32 @@ class ItlPanel(_Latency):
     TITLE = "ITL · time between tokens"
     FIGURES = (
         ("ITL", "Inter-token latency, ms: from one token of a sequence to its next."),
-        ("p50, p99", "Half, and 99 in 100, of the gaps shown took at most this long (ms)."),
+        (
+            "p50, p99, max",
+            f"Half, 99 in 100, and all of the latest {LATEST:,} gaps were at most this long (ms).",
+        ),
         ("left out", "Steps that slow motion (F3) stretched."),
     )
 
     def rows(self, state: DashboardState, now: float, width: int, height: int) -> list[Row]:
         """Figures, then the line."""
         columns = plot_width(width)
-        values = state.series.itl.values()[-2 * columns :]
-        if not len(values):
+        latest = state.series.itl.latest()
+        if not len(latest):
             return [self.say("no second token yet")]
-        ordered = np.sort(values)
+        values = latest[-max(1, 2 * columns) :]
+        ordered = np.sort(latest)
         head = self.figures(
             width,
             ("last", duration(values[-1]), self.ink("itl")),
             ("p50", duration(quantile(ordered, 0.5)), None),
             ("p99", duration(quantile(ordered, 0.99)), None),
-            ("max", duration(float(values.max())), None),
+            ("max", duration(float(ordered[-1])), None),
         )
         if height < 2:
             return [head]
         curve = Curve(last_values(values, 2 * columns), self.ink("itl"), "line")
-        levels = self.levels(values, height - 1)
+        levels = self.levels(latest, height - 1)
         axis = self.axis(values)
         return [
             head,

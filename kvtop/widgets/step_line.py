@@ -12,6 +12,7 @@ import numpy as np
 from rich.cells import cell_len
 from rich.style import Style
 
+from kvtop.series import percentile
 from kvtop.units import count, duration
 from kvtop.widgets.block_map import GLYPHS
 from kvtop.widgets.lines import Lines, Part
@@ -24,12 +25,10 @@ _POINTS = 8
 """Newest gaps between tokens in the sparkline."""
 _LEAST = 40
 """Cells of the budget's words and its shortest bar, beside the figures."""
-_WINDOW = 30.0
-"""Seconds over which p50 is taken."""
 
 
 class StepLine(Lines):
-    """step decode 1 ▏prefill – ▏unused ··· 512   ITL ▁▂▁ p50 16 ms   next out ·82 ·83 ·84"""
+    """step decode 1 ▏prefill – ▏unused ··· of 512   ITL ▁▂▁ p50 16 ms   next out ·82 ·83 ·84"""
 
     PERIOD = 0.1
 
@@ -57,16 +56,16 @@ class StepLine(Lines):
             return [(" step ", muted), ("no step has run yet".ljust(max(0, width - 6)), muted)]
         decode, prefill = done.decode_tokens, done.prefill_tokens
         parts: list[Part] = [
-            (" step decode ", muted),
+            (" step decode " if state.running else " last step decode ", muted),
             (f"{decode or '–'} ", self.ink("decode")),
             ("▏prefill ", muted),
             (f"{count(prefill) if prefill else '–'} ", self.ink("prefill")),
             ("▏unused ", muted),
         ]
         budget = max(1, done.budget)
-        total = f" {count(done.budget)}"
+        total = f" of {count(done.budget)}"
         room = min(24, width - _cells(parts) - len(total))
-        if room < 4:
+        if room < 3:
             return parts[:4]
         taken = min(room, -(-(decode + prefill) * room // budget))
         first = min(taken, -(-decode * room // budget)) if decode else 0
@@ -86,8 +85,7 @@ class StepLine(Lines):
         # Three times the middle at least, so that steady steps lie low and a late one stands out.
         top = max(float(newest.max()), 3 * float(np.median(newest))) or 1.0
         text = "".join(_BARS[min(7, int(v / top * 7.999))] for v in newest)
-        p50 = ring.percentile(50, state.t - _WINDOW)
-        p50 = ring.percentile(50) if p50 is None else p50
+        p50 = percentile(ring.latest(), 50)
         muted = self.ink("muted")
         return [
             ("ITL ", muted),

@@ -33,7 +33,7 @@ class ThroughputPanel(Panel):
             "prefill",
             "Prompt tokens computed per second over the last 2 s; those read from the cache are not.",
         ),
-        ("peak", "Largest rate in the time shown."),
+        ("peak", "Largest such rate since the start."),
         ("total", "Tokens since the start."),
     )
 
@@ -54,11 +54,10 @@ class ThroughputPanel(Panel):
             return []
         ink = self.ink(name)
         seconds, values = history(source, now, plot_width(width))
-        known = values[np.isfinite(values)]
         head = self.figures(
             width,
             (name, rate(source.now(now), "tok/s"), ink),
-            ("peak", rate(float(known.max()) if source.total and len(known) else None, "tok/s"), None),
+            ("peak", rate(source.peak(now), "tok/s"), None),
             ("total", count(source.total), None),
             ("last", span(seconds), None),
         )

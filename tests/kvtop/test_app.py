@@ -67,6 +67,15 @@ async def test_the_one_thing() -> None:
         assert "cold · computed 996 tokens · 690 ms" in shown.text
         assert "545 blocks" in rows[0] and "1 running 0 waiting" in rows[0] and "hit 48 %" in rows[0]
         assert "next out" in main.step_line.lines[0] and "decode 1" in main.step_line.lines[0]
+        assert main.step_line.lines[0].startswith(" step decode 1 ▏prefill – ▏unused █··")
+        assert "· of 512   ITL ▃▃▃▃▃▃▃▃ p50 16 ms   next out" in main.step_line.lines[0]
+
+
+async def test_a_step_line_without_running_requests_is_of_the_last_step() -> None:
+    stage = story()
+    stage.run()
+    async with show((120, 40), stage.batches) as shown:
+        assert shown.app.main.step_line.lines[0].startswith(" last step decode 1 ▏prefill – ▏unused █··")
 
 
 async def test_all_blocks_have_a_cell_from_100x30_on() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -80,3 +82,21 @@ def test_a_long_silence_leaves_no_ghosts() -> None:
     assert values.tolist() == [0.0] * 9 + [3.0]
     _, old = rate.points(20, 10)
     assert not np.any(old), "what fell out of the ring reads as nothing"
+
+
+def test_percentiles_are_of_the_latest_points_whatever_is_drawn() -> None:
+    ring = Ring(4096)
+    for i in range(3000):
+        ring.add(i, float(i))
+    assert ring.latest().tolist() == [float(i) for i in range(2000, 3000)]
+    assert percentile(ring.latest(), 50) == 2499.5
+
+
+def test_peak_is_the_largest_rate_that_was_shown() -> None:
+    rate = Rate()
+    assert rate.peak(0.0) is None
+    for i in range(16):
+        rate.add(i * 0.25, 100 if i < 8 else 10)
+    assert rate.peak(4.0) == pytest.approx(400.0, rel=0.01)
+    assert rate.peak(1e6) == rate.peak(4.0), "it does not fade with time"
+    assert copy.deepcopy(rate).peak(4.0) == rate.peak(4.0)
