@@ -13,7 +13,7 @@ from torch import Tensor
 
 from engine.config import ModelConfig
 from engine.layers import Weights, attention_weights, mlp_weights, rope_table, take, take_linear
-from engine.ops.base import Ops, State, StepInput
+from engine.ops.base import Ops, State, StepInput, StepPlan
 from engine.ops.fp8 import Kv
 from engine.ops.weights import Quantization, linear_bytes
 
@@ -73,7 +73,11 @@ class Decoder:
 
         Returns logits [L, vocab] of `batch.logit_rows`.
         """
-        plan = self.ops.plan(batch, self.rope)
+        return self.compute(self.ops.plan(batch, self.rope), cache)
+
+    def compute(self, plan: StepPlan, cache: Kv) -> Tensor:
+        """`forward` of a step that is planned."""
+        batch = plan.batch
         state: State = (None, self.ops.embed(self.embed, batch.token_ids))
         for layer, (attention, mlp) in enumerate(self.blocks):
             state = self.ops.attention_block(state, attention, cache[layer], plan)

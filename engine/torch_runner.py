@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -32,11 +33,15 @@ from engine.kv_cache import (
 from engine.layers import Weights
 from engine.model import Decoder, Model
 from engine.ops import get_ops
+from engine.ops.base import StepInput
 from engine.params import SamplingParams
 from engine.runner import Plan, Recomputed, Row, StepOutput
 from engine.sequence import Request, Sequence
 from engine.shaping import Logprobs, Shaper
 from engine.step_cost import StepCost
+
+if TYPE_CHECKING:
+    from engine.graphs import DecodeGraphs
 
 Progress = Callable[[int, int, str], None]
 
@@ -115,6 +120,11 @@ class TorchRunner:
         self._rows = DeviceRows(config.max_num_seqs, blocks, cache_size.block_size, ops.device)
         self._cost = StepCost(model.config) if self.device == "cpu" else None
         self._shaper = Shaper()
+        self._graphs: DecodeGraphs | None = None
+        if self.device == "cuda" and ops.name == "triton" and isinstance(model, Decoder):
+            from engine.graphs import DecodeGraphs, cuda_capture
+
+            self._graphs = DecodeGraphs(model, self.cache, config.max_num_seqs, cuda_capture(ops.device))
 
     @classmethod
     @torch.inference_mode()
@@ -170,7 +180,7 @@ class TorchRunner:
             return StepOutput([], t_prepare=time.perf_counter() - t0)
         t1 = time.perf_counter()
         clock = _GpuClock() if self.device == "cuda" else None
-        logits = self.model.forward(batch, self.cache)
+        logits = self._forward(batch)
         t2 = time.perf_counter()
         drawing = [row for row in plan.rows for _ in row.draws]
         logprobs = Logprobs(logits, drawing)
@@ -207,6 +217,11 @@ class TorchRunner:
             batch, _ = rows.apply(Plan(0, [Row(seq, start, n, False)]))
             self.model.forward(batch, scratch)
         return Recomputed(distance(self.cache, blocks, scratch, seq.table), TOLERANCE[self.kv_dtype])
+
+    def _forward(self, batch: StepInput) -> torch.Tensor:
+        """Logits of a step: by a graph where it decodes only and one fits."""
+        logits = self._graphs.forward(batch) if self._graphs else None
+        return self.model.forward(batch, self.cache) if logits is None else logits
 
     def step_budget(self, max_num_batched_tokens: int, context: int) -> int:
         """Tokens for a step beside this context; on a CPU so many that it stays under half a second."""

@@ -21,7 +21,7 @@ from engine.ops.kernels import attention, copy, draw, norm, qkv, silu
 from engine.ops.kernels.combine import combine
 from engine.ops.kernels.cutoff import cutoffs
 from engine.ops.reference import ReferenceOps
-from engine.ops.split import work_list
+from engine.ops.split import MOST_SPLITS, work_list
 from engine.ops.tiles import Tiles, tiles_for
 from engine.ops.weights import Quantization
 from engine.sampler import SampleRows
@@ -42,6 +42,15 @@ class _Group:
 @dataclass(slots=True)
 class _Plan(StepPlan):
     groups: list[_Group]
+
+
+@dataclass(slots=True)
+class StaticPlan(_Plan):
+    """A plan of decodes whose work list is rewritten in place. host: both lists, pinned where that pays;
+    device: where they are read."""
+
+    host: Tensor
+    device: Tensor
 
 
 class TritonOps(ReferenceOps):
@@ -109,6 +118,35 @@ class TritonOps(ReferenceOps):
             room = attention.parts_for(w.parts, self._kv_heads, tile, self._dim, self.device)
         split = w.work.size
         return _Group(tile, both[:split].view(-1, 5), both[split:].view(-1, 4), room, w.most)
+
+    def static_plan(self, batch: StepInput, rope: RopeTable) -> StaticPlan:
+        """A plan for steps in which each row of `batch` decodes one token, or none; `fill` says what."""
+        rows, tile = len(batch.q_lens), self.tiles.few
+        # A piece is as long as a program's share at least, so there are no more of them than that.
+        items = rows + self.tiles.programs_few // self._kv_heads
+        host = torch.full((items * 5 + rows * 4,), -1, dtype=torch.int32)
+        if self.device.type == "cuda":
+            host = host.pin_memory()
+        device = host.to(self.device, copy=True)
+        room = attention.parts_for(items, self._kv_heads, tile, self._dim, self.device)
+        split = items * 5
+        group = _Group(tile, device[:split].view(-1, 5), device[split:].view(-1, 4), room, MOST_SPLITS)
+        return StaticPlan(batch, rope, [group], host, device)
+
+    def fill(self, plan: StaticPlan, kv_lens: list[int]) -> None:
+        """Rewrites the work list for so many tokens to attend to, one entry a row that decodes."""
+        tiles = self.tiles
+        w = work_list(
+            np.arange(len(kv_lens)), np.ones(len(kv_lens), np.int64), np.asarray(kv_lens),
+            block_q=tiles.few.rows // self._groups, keys=tiles.few.keys, kv_heads=self._kv_heads,
+            programs=tiles.programs_few, least=tiles.least_few,
+        )  # fmt: skip
+        # The last step's copy from here is done: its tokens have been read since.
+        host, split = plan.host.numpy(), plan.groups[0].work.numel()
+        host.fill(-1)
+        host[: w.work.size] = w.work.ravel()
+        host[split : split + w.merges.size] = w.merges.ravel()
+        plan.device.copy_(plan.host, non_blocking=True)
 
     def copy_blocks(self, cache: Kv, pairs: Iterable[tuple[int, int]]) -> None:
         for src, dst in launches(pairs):
