@@ -361,7 +361,8 @@ def explain(file: File, json: Annotated[bool, opt("The explanations as JSON.", "
     if json:
         return _print_json({"requests": [why.row(i) for i, why in told]})
     for i, why in told:
-        print(f"#{i} {why.reason}: hit {why.hit_blocks} of {why.queried_blocks} blocks. {why.sentence}")
+        code = "" if why.reason == "none" else f" ({why.reason.replace('_', ' ')})"
+        print(f"#{i} hit {why.hit_blocks} of {why.queried_blocks} blocks{code}. {why.sentence}")
     return 0
 
 

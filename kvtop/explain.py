@@ -144,7 +144,7 @@ def judge(look: Look) -> Explanation:
         if here and any(k.salt != view.salt and k.token_ids == here for k in kin):
             return found(
                 "salt",
-                "first miss: another salt",
+                "first miss: cached under another salt",
                 "The same tokens are cached under another salt; requests share blocks only within one salt.",
             )
         kin = [k for k in kin if k.salt == view.salt]

@@ -119,7 +119,8 @@ def prefix_name(view: RequestView) -> str:
         if size > best:
             best, name = (
                 size,
-                safe_text(label) or {"system": "system text", "template": "template"}.get(role, "history"),
+                safe_text(label)
+                or {"system": "system text", "template": "chat template"}.get(role, "history"),
             )
     return name or "the beginning"
 

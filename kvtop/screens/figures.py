@@ -116,6 +116,10 @@ FIGURES: dict[type[Widget], tuple[str, tuple[Definition, ...]]] = {
                 "first eviction in",
                 "Blocks that can be handed out before a cached one loses its content.",
             ),
+            (
+                "evicted so far",
+                "Cached blocks that have lost their content to other content since the start.",
+            ),
         ),
     ),
 }

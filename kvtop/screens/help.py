@@ -7,23 +7,27 @@ from the widgets and bindings of the screen below, so that it cannot go stale.
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from rich.style import Style
-from textual.app import ComposeResult
+from textual.app import App, ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Vertical
 from textual.screen import ModalScreen, Screen
 from textual.widget import Widget
+from textual.widgets import Input
 
 from kvtop.screens.figures import FIGURES, Definition
 from kvtop.widgets.lines import Part, Row
 from kvtop.widgets.panel import Scrolling
 
 if TYPE_CHECKING:
+    from textual.binding import ActiveBinding
+
     from kvtop.state import DashboardState
 
 MAP: tuple[tuple[str, str, str], ...] = (
@@ -44,6 +48,29 @@ STORY = (
     "first one that is missing is where computing starts. When a request ends its blocks become cached, not "
     "free; the one unused for longest goes first when memory is needed."
 )
+
+
+WORDS: tuple[Definition, ...] = (
+    ("null block", "Block 0. It stands for nothing and is never handed out: of 546 blocks 545 can be used."),
+    (
+        "look-up",
+        "A new prompt's search for its full blocks in the prefix cache, from the left to the first miss.",
+    ),
+    ("template", "What the model's chat template puts around the turns; the same tokens in every prompt."),
+    ("history", "Earlier turns of the same conversation, which stand in front of each new one."),
+    ("chunk", "The part of a prompt that one step computes; long prompts take several (chunked prefill)."),
+    ("decode, prefill", "Generating, one token a step; computing the prompt before that."),
+    ("preempted", "Lost its blocks to others for want of memory; it computes them again later."),
+    (
+        "salt",
+        "A word that goes into the hash of a prompt's first block: only prompts with the same one share blocks.",
+    ),
+    ("cut at n tokens", "The answer reached max_tokens or the end of the context, not an end of its own."),
+)
+"""What the screen says without room to explain it."""
+
+
+_FUNCTION = re.compile(r"f\d+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,24 +189,38 @@ def sections(screen: Screen[Any]) -> list[Section]:
         out.append(Section(f"{_title(focused)} (focused)", _figures(focused)))
     out.append(Section("How to read the map", tuple((glyph, text) for _, glyph, text in MAP), STORY))
     out.append(Section("Keys", tuple(keys(screen))))
-    seen: set[type] = {type(focused)} if out[0].entries and focused is not None and len(out) == 3 else set()
+    own = tuple(keys(screen, editing=True))
+    if own:
+        out.append(Section("Keys while typing", own))
+    seen: set[type] = (
+        {type(focused)} if out[0].entries and focused is not None and _figures(focused) else set()
+    )
     for widget in screen.walk_children(Widget):
         if _figures(widget) and type(widget) not in seen:
             seen.add(type(widget))
             out.append(Section(_title(widget), _figures(widget)))
-    return out
+    return [*out, Section("Words", WORDS)]
 
 
-def keys(screen: Screen[Any]) -> list[Definition]:
-    """(keys, what they do) for each action that can be run now, in the footer's order."""
+def keys(screen: Screen[Any], editing: bool = False) -> list[Definition]:
+    """(keys, what they do) for each action that can be run now: function keys, then the dashboard's own, then
+    those of the focused widget; `editing`: instead of these those of a line of input."""
     found: dict[str, tuple[list[str], str]] = {}
-    for active in screen.active_bindings.values():
+    active_now = [a for a in screen.active_bindings.values() if isinstance(a.node, Input) == editing]
+    for active in sorted(active_now, key=_rank):
         binding = active.binding
         if not active.enabled or not (binding.description or binding.tooltip):
             continue
         names, _ = found.setdefault(binding.action, ([], binding.tooltip or binding.description))
-        names.append(screen.app.get_key_display(binding))
+        name = screen.app.get_key_display(binding)
+        names.append(name.upper() if _FUNCTION.fullmatch(name) else name)
     return [(" ".join(dict.fromkeys(names)), text) for names, text in found.values()]
+
+
+def _rank(active: ActiveBinding) -> int:
+    if _FUNCTION.fullmatch(active.binding.key):
+        return 0
+    return 1 if isinstance(active.node, App | Screen) else 2
 
 
 def _figures(widget: Widget) -> tuple[Definition, ...]:

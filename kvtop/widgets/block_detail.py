@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 
 from rich.style import Style
 
+from kvtop.pool_view import BlockInfo, BlockState
 from kvtop.text import cut, safe_text
 from kvtop.units import NOT_HERE, count, span
 from kvtop.widgets.lines import Lines, Part
 from kvtop.wrap import wrap
 
 if TYPE_CHECKING:
-    from kvtop.pool_view import BlockInfo
     from kvtop.state import DashboardState
 
 _OWNERS = 4
@@ -65,13 +65,14 @@ class BlockDetail(Lines):
         chain = "none yet: only full blocks have one" if info.hash is None else info.hash[:8]
         if info.hash is not None and info.parent is not None:
             chain += f"   after {info.parent[:8]}"
+        empty = info.state == BlockState.FREE and info.hash is None
         age = f"{span(max(0.0, info.age_s + now - state.t))}   read {count(info.hits)}×"
         place = "in use: cannot be taken" if info.eviction_place is None else self._place(info)
         return [
             ("state", f"{name} · {info.fill} of {state.block_size} slots filled", self.ink(name)),
             ("refs", refs, text),
             ("hash", chain, text),
-            ("age", "never used" if info.state == 0 and not info.age_s and not info.fill else age, text),
+            ("age", "holds nothing that could be found" if empty else age, text),
             ("evict", place, text),
         ]
 

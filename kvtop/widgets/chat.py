@@ -147,6 +147,11 @@ class Chat(Lines):
         if state.started is None:
             return self._loading(state, width, height)
         texts = ["Nothing was asked yet.", *([""] if self.invites else []), *self.invites]
+        if self.invites and "blocks" in state.started.capabilities:
+            usable, tokens, size_ = state.num_blocks - 1, state.block_size, state.started.bytes_per_block
+            texts += ["", f"{count(usable)} blocks × {tokens} tokens = {count(usable * tokens)} tokens"]
+            if size_:
+                texts.append(f"a block {count(size_)} B, a token {count(size_ / tokens)} B")
         top = max(0, (height - len(texts)) // 2)
         muted = self.ink("muted")
         lines = [[(cut(t, width).center(width), muted)] for t in texts]

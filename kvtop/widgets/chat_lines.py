@@ -186,7 +186,7 @@ class Layouter:
         if times := lookup.speedup(self.state, view):
             end.append((f"   {times}", hit + Style(bold=True)))
         if view.finish_reason in ("length", "abort"):
-            word = "aborted" if view.finish_reason == "abort" else f"cut at {len(view.output_ids)} tokens"
+            word = "aborted" if view.finish_reason == "abort" else f"cut at {_tokens(len(view.output_ids))}"
             end.append((f" · {word}", muted))
         middles = (f" · computed {count(todo)} tokens", f" · computed {count(todo)}", "")
         for middle in middles[bool(read) :]:
@@ -220,6 +220,10 @@ class Layouter:
                     yield Line(list(lead), [("█", self.ink("accent"))])
             else:
                 yield line
+
+
+def _tokens(number: int) -> str:
+    return f"{count(number)} token{'s' * (number != 1)}"
 
 
 def plain(text: str, width: int) -> Iterator[str]:

@@ -19,6 +19,7 @@ from kvtop.widgets.block_map import GLYPHS
 from kvtop.widgets.budget import BudgetPanel
 from kvtop.widgets.device import DevicePanel
 from kvtop.widgets.latency import TtftPanel
+from tests.kvtop.test_live import live
 
 
 class Under(App[None]):
@@ -69,6 +70,7 @@ async def test_the_focused_panel_comes_first_and_only_once() -> None:
             "Keys",
             BudgetPanel.TITLE,
             DevicePanel.TITLE,
+            "Words",
         ]
 
 
@@ -85,7 +87,7 @@ async def test_keys_are_those_that_work_now() -> None:
     async with app.run_test(size=(100, 30)) as pilot:
         keys = dict(next(s.entries for s in sections(app.screen) if s.title == "Keys"))
         assert keys["space p"] == "Freeze the display; the engine runs on"
-        assert keys["f1"] == "Help"
+        assert keys["F1"] == "Help"
         assert "l" not in keys
         assert not any("secret" in text for text in keys.values())
         app.query_one(TtftPanel).focus()
@@ -150,3 +152,18 @@ def test_the_legend_is_the_maps() -> None:
     for name, glyphs, meaning in MAP:
         assert meaning.startswith(name)
         assert all(g in known or g in "2..9" for g in glyphs)
+
+
+async def test_keys_begin_with_function_keys_and_editing_comes_last() -> None:
+    """Not with thirty keys that move a cursor."""
+    async with live() as shown:
+        found = sections(shown.app.screen)
+        titles = [section.title for section in found]
+        keys_, editing = (found[titles.index(t)].entries for t in ("Keys", "Keys while typing"))
+        assert [name for name, _ in keys_[:4]] == ["F1", "F2", "F3", "F4"], (
+            "letters act once Esc has left the prompt"
+        )
+        assert len(editing) > 5
+        assert not {text for _, text in keys_} & {text for _, text in editing}
+        words = dict(found[titles.index("Words")].entries)
+        assert {"null block", "template", "salt"} <= set(words)
