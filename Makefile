@@ -11,7 +11,7 @@ VLLM_READY := $(VLLM)/.ready
 PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
 
-.PHONY: help setup run demo test test-vllm conformance check bench shots
+.PHONY: help setup run demo test test-vllm conformance check compile-all gpu-check bench shots
 .DEFAULT_GOAL := help
 
 help:
@@ -21,6 +21,8 @@ help:
 	@echo 'make test          every test'
 	@echo 'make test-vllm     our pool and scheduler against vLLM 0.32.0, step by step, in a venv of its own (3.5 GB)'
 	@echo 'make conformance   every behaviour that the engine must have, the tests that hold it, and how they fared'
+	@echo 'make compile-all   every GPU kernel compiled for six architectures, without a GPU: registers, spills, memory'
+	@echo 'make gpu-check     on a machine with a GPU: is it right there, and how fast'
 	@echo 'make check         ruff, mypy, import walls'
 	@echo 'make bench         speed of the engine beside its peers'
 	@echo 'make bench-vllm    what pool, paging and a step cost, ours and vLLM in one run'
@@ -71,6 +73,15 @@ check: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+compile-all: $(READY)
+	@$(BIN)/python -m tests.engine.triton.compiled table
+
+# With a GPU machine's own packages in place of .venv: make gpu-check GPU_PYTHON=python3
+GPU_PYTHON ?= $(BIN)/python
+gpu-check:
+	@test -x $(BIN)/python || test $(GPU_PYTHON) != $(BIN)/python || $(MAKE) setup
+	@$(GPU_PYTHON) -m tests.gpu.check $(ARGS)
 
 bench: $(READY)
 	@$(BIN)/python -m tests.benchmarks.compare $(ARGS)

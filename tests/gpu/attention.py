@@ -1,0 +1,100 @@
+"""Attention alone: decode in GB/s beside the copy of this card, prefill in TFLOP/s, torch's SDPA beside both."""
+
+from __future__ import annotations
+
+import importlib.util
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.ops.triton import TritonOps
+from tests.gpu.machine import Machine, Table
+from tests.gpu.problems import QWEN3_8B, Problem
+
+_sdpa = torch.nn.functional.scaled_dot_product_attention
+
+
+def run(m: Machine) -> list[Table]:
+    """Qwen3-8B's heads (32/8 of 128) in bfloat16, blocks of 16."""
+    return [_decode(m), _prefill(m)]
+
+
+def _decode(m: Machine) -> Table:
+    flash = importlib.util.find_spec("flash_attn") is not None
+    columns = ("decode attention", "KV MB", "us", "GB/s", "of copy", "FP8 us", "FP8 GB/s", "SDPA us")
+    table = Table("Decode attention, one layer", (*columns, "flash-attn us") if flash else columns)
+    c, dtype = QWEN3_8B, torch.bfloat16
+    for batch in (1, 8, 64) if m.real else (1, 2):
+        for context in (512, 2048, 8192, 32_768) if m.real else (40,):
+            size = batch * context * 2 * c.num_kv_heads * c.head_dim * 2
+            if 6 * size > m.free():
+                table.rows.append(
+                    (
+                        f"{batch} x {context:,}",
+                        f"{size / 1e6:,.0f}",
+                        *["no memory"] * (len(table.columns) - 2),
+                    )
+                )
+                continue
+            p = Problem(c, [(1, context)] * batch, 16, m.device, dtype, poison=False)
+            kv, q, rope = p.cache(), p.q(), p.rope()
+            cells = [f"{batch} x {context:,}", f"{size / 1e6:,.0f}"]
+            for fp8 in (False, True):
+                ops = TritonOps(m.device, dtype, c, fp8_kv=fp8)
+                cache: Any = p.fp8(kv) if fp8 else kv
+                plan = ops.plan(p.batch, rope)
+                t = m.seconds(partial(ops.attend, q, cache, plan, c.head_dim**-0.5))
+                read = cache.nbytes * batch * context / (p.blocks * p.block_size)
+                cells += [f"{t * 1e6:.1f}", f"{read / t / 1e9:,.0f}"]
+                if not fp8:
+                    cells.append(f"{read / t / m.copy_bandwidth:.0%}")
+                del cache
+            k, v = _dense(kv, batch, context)
+            grouped = q.view(batch, c.num_kv_heads, -1, c.head_dim)
+            cells.append(f"{m.seconds(partial(_sdpa, grouped, k, v)) * 1e6:.1f}")
+            if flash:
+                from flash_attn import flash_attn_with_kvcache
+
+                kf, vf = k.transpose(1, 2).contiguous(), v.transpose(1, 2).contiguous()
+                lens = p.batch.kv_lens
+                t = m.seconds(partial(flash_attn_with_kvcache, q[:, None], kf, vf, cache_seqlens=lens))
+                cells.append(f"{t * 1e6:.1f}")
+            table.rows.append(tuple(cells))
+    return table
+
+
+def _dense(kv: Tensor, batch: int, context: int) -> tuple[Tensor, Tensor]:
+    """Keys and values [batch, kv_head, context, dim], contiguous: what a paged kernel is not given."""
+    c = QWEN3_8B
+    shape = (2, batch, c.num_kv_heads, context, c.head_dim)
+    k, v = kv.flatten()[: torch.Size(shape).numel()].view(shape)
+    return k, v
+
+
+def _prefill(m: Machine) -> Table:
+    table = Table(
+        "Prefill attention, one layer, causal",
+        ("new + cached tokens", "ms", "TFLOP/s", "SDPA ms", "SDPA TFLOP/s"),
+    )
+    c, dtype = QWEN3_8B, torch.bfloat16
+    for new, past in (
+        ((2048, 0), (8192, 0), (16_384, 0), (512, 8192), (16, 32_768), (1, 177_000))
+        if m.real
+        else ((20, 30),)
+    ):
+        p = Problem(c, [(new, new + past)], 16, m.device, dtype, poison=False)
+        ops = TritonOps(m.device, dtype, c)
+        kv, q = p.cache(), p.q()
+        plan = ops.plan(p.batch, p.rope())
+        flops = 4 * c.num_heads * c.head_dim * (new * past + new * (new + 1) // 2)
+        t = m.seconds(partial(ops.attend, q, kv, plan, c.head_dim**-0.5))
+        cells = [f"{new:,} + {past:,}", f"{t * 1e3:.3f}", f"{flops / t / 1e12:,.1f}"]
+        if past == 0:
+            k, v = (x.repeat_interleave(c.num_heads // c.num_kv_heads, 1) for x in _dense(kv, 1, new))
+            dense = q.transpose(0, 1)[None].contiguous()
+            t = m.seconds(partial(_sdpa, dense, k, v, is_causal=True))
+            cells += [f"{t * 1e3:.3f}", f"{flops / t / 1e12:,.1f}"]
+        table.rows.append((*cells, *[""] * (5 - len(cells))))
+    return table

@@ -1,0 +1,94 @@
+"""The machine that is measured: its name, its clock, its copy bandwidth; and the tables that are printed."""
+
+from __future__ import annotations
+
+import re
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+import triton
+
+
+@dataclass
+class Table:
+    """A Markdown table. A last cell of WRONG fails the run."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: list[tuple[str, ...]] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        lines = [self.columns, ("---",) * len(self.columns), *self.rows]
+        return f"## {self.title}\n\n" + "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+
+
+class Machine:
+    """device: the card, or a CPU in a dry run, where shapes are tiny."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.real = device.type == "cuda"
+        self.name = torch.cuda.get_device_name(device) if self.real else "dry run: no GPU, times mean nothing"
+        self.memory = torch.cuda.mem_get_info(device)[1] if self.real else 1 << 30
+        self._flush = torch.empty((256 if self.real else 1) << 20, dtype=torch.uint8, device=device)
+        self.copy_bandwidth = self._copy()
+        """Bytes a second, read and written, of the best plain copy."""
+
+    @property
+    def slug(self) -> str:
+        """A file name."""
+        return re.sub(r"[^a-z0-9]+", "-", self.name.lower()).strip("-")
+
+    def heading(self) -> str:
+        """What was measured, on what, with what."""
+        return (
+            f"# {self.name}\n\ntorch {torch.__version__}, CUDA {torch.version.cuda}, Triton {triton.__version__}, "
+            f"{self.memory / 2**30:.0f} GiB; measured copy {self.copy_bandwidth / 1e9:,.0f} GB/s"
+        )
+
+    def free(self) -> int:
+        """Bytes that can still be taken."""
+        return torch.cuda.mem_get_info(self.device)[0] if self.real else 1 << 28
+
+    def seconds(self, f: Callable[[], object], *, cold: bool = True, times: int = 15) -> float:
+        """Median GPU time of f. cold: the L2 is filled with something else before each run."""
+        for _ in range(3 if self.real else 1):
+            f()
+        if not self.real:
+            t = time.perf_counter()
+            f()
+            return time.perf_counter() - t
+        spans = []
+        for _ in range(times):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            if cold:
+                self._flush.zero_()
+            start.record()
+            f()
+            end.record()
+            spans.append((start, end))
+        torch.cuda.synchronize(self.device)
+        return statistics.median(a.elapsed_time(b) for a, b in spans) / 1000
+
+    def wall(self, f: Callable[[], object], times: int) -> float:
+        """Seconds a call of f, host included, over `times` calls in a row."""
+        f()
+        self.wait()
+        t = time.perf_counter()
+        for _ in range(times):
+            f()
+        self.wait()
+        return (time.perf_counter() - t) / times
+
+    def wait(self) -> None:
+        """Until the GPU is idle."""
+        if self.real:
+            torch.cuda.synchronize(self.device)
+
+    def _copy(self) -> float:
+        size = (1 << 30) if self.real else 1 << 20
+        a, b = torch.empty((2, size), dtype=torch.uint8, device=self.device)
+        return 2 * size / self.seconds(lambda: b.copy_(a), cold=False)
