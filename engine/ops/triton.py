@@ -17,7 +17,7 @@ from torch import Tensor
 from engine.config import ModelConfig, SetupError
 from engine.ops.base import AttentionWeights, Packed, RopeTable, StepInput, StepPlan, launches
 from engine.ops.fp8 import Fp8Kv, Kv, parts
-from engine.ops.kernels import attention, copy, draw, norm, qkv, silu
+from engine.ops.kernels import attention, copy, draw, norm, qkv, quantised, silu
 from engine.ops.kernels.combine import combine
 from engine.ops.kernels.cutoff import cutoffs
 from engine.ops.reference import ReferenceOps
@@ -156,7 +156,16 @@ class TritonOps(ReferenceOps):
 
     # ------------------------------------------------------------------------- small operations
 
+    def linear(self, x: Tensor, w: Packed) -> Tensor:
+        if isinstance(w.data, Tensor):
+            return torch.nn.functional.linear(x, w.data, w.bias)
+        if len(x) <= quantised.MOST_ROWS:
+            return quantised.linear(x, w.data, w.bias, x.dtype)
+        return torch.nn.functional.linear(x, quantised.values(w.data, x.dtype), w.bias)
+
     def logits(self, x: Tensor, head: Packed) -> Tensor:
+        if not isinstance(head.data, Tensor) and len(x) <= quantised.MOST_ROWS:
+            return quantised.linear(x, head.data, head.bias, torch.float32)
         if isinstance(head.data, Tensor) and x.is_cuda and x.dtype == torch.bfloat16:
             # cuBLAS sums in float32 anyway: rounding the sums would only lose what the sampler reads.
             return torch.mm(x, head.data.t(), out_dtype=torch.float32)

@@ -27,8 +27,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from engine.ops.kernels import attention, combine, copy, cutoff, draw, norm, qkv, silu
+from engine.ops.kernels import attention, combine, copy, cutoff, draw, norm, qkv, quantised, silu
 from engine.ops.tiles import tiles_for
+from engine.ops.weights import Int4, Int8, Quantised
 
 BF16, F32, I32, I64, FP8, BITS = (
     torch.bfloat16, torch.float32, torch.int32, torch.int64, torch.float8_e4m3fn, torch.uint8,
@@ -184,6 +185,19 @@ def _logits() -> tuple[Tensor, Tensor]:
     return torch.empty(2, 151_936), torch.empty(draw.ROW_WORDS, 2, dtype=I32)
 
 
+def _linear(arch: int, four: bool, rows: int) -> None:
+    if four:
+        w: Quantised = Int4(
+            torch.empty(4096, 2048, dtype=BITS), *torch.empty(2, 4096, 128, dtype=torch.float16), 4096
+        )
+    else:
+        w = Int8(torch.empty(4096, 4096, dtype=torch.int8), torch.empty(4096))
+    if rows > quantised.MOST_ROWS:
+        quantised.values(w, BF16)
+    else:
+        quantised.linear(torch.empty(rows, 4096, dtype=BF16), w, None, BF16)
+
+
 CASES: dict[str, tuple[Callable[[int], None], int]] = {
     "attention, decode": (lambda a: _attend(a, "few"), 128),
     "attention, decode, FP8": (lambda a: _attend(a, "few", fp8=True), 255),
@@ -208,6 +222,11 @@ CASES: dict[str, tuple[Callable[[int], None], int]] = {
         ),
         64,
     ),
+    "INT4 linear": (lambda a: _linear(a, True, 1), 200),
+    "INT4 linear, 64 rows": (lambda a: _linear(a, True, 64), 255),
+    "INT8 linear": (lambda a: _linear(a, False, 1), 128),
+    "INT8 linear, 64 rows": (lambda a: _linear(a, False, 64), 200),
+    "INT4 written out": (lambda a: _linear(a, True, 99), 128),
     "draw": (lambda a: draw.draw(*_logits(), torch.empty(2)), 96),
     "cut-off": (lambda a: cutoff.cutoffs(*_logits()), 64),
 }

@@ -14,9 +14,11 @@ from engine.config import ModelConfig
 from engine.layers import attention_weights
 from engine.ops.base import Ops, StepPlan
 from engine.ops.fp8 import Fp8Kv
+from engine.ops.kernels import quantised
 from engine.ops.kernels.common import from_e4m3, to_e4m3
 from engine.ops.reference import ReferenceOps
 from engine.ops.triton import TritonOps
+from engine.ops.weights import Quantization, quantise
 from tests.engine.test_ops import CPU, Setting, model
 from tests.engine.tiny import QWEN2, QWEN3
 
@@ -153,3 +155,21 @@ def test_e4m3_is_torchs_in_both_directions() -> None:
     _encode[(1,)](x, ours, N=2048)
     want = x.clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
     assert torch.equal(ours, want)
+
+
+@pytest.mark.parametrize("form", ["int8", "int4"])
+@DTYPES
+def test_quantised_linears(form: Quantization, dtype: torch.dtype) -> None:
+    ops = TritonOps(CPU, dtype, model(2, 1, 32))
+    g = torch.Generator().manual_seed(1)
+    for rows, n, k in ((1, 33, 64), (5, 1, 32), (17, 70, 130), (33, 40, 576), (65, 40, 70)):
+        q = quantise(torch.randn(n, k, generator=g), form)
+        x, b = torch.randn(rows, k, generator=g).to(dtype), torch.randn(n, generator=g).to(dtype)
+        exact = x.double() @ q.values(torch.float64).T + b.double()
+        plain = torch.nn.functional.linear(x, q.values(dtype), b).double()
+        bound = 2 * (plain - exact).norm() + 1e-6 * exact.norm()
+        assert (ops.linear(x, ops.pack(q, b)).double() - exact).norm() <= bound
+        logits = ops.logits(x, ops.pack(q, b))
+        assert logits.dtype == F32
+        assert (logits.double() - exact).norm() <= bound
+        assert torch.equal(quantised.values(q, F32), q.values(F32))
