@@ -74,13 +74,18 @@ class Layout:
 
     def title(self, block_size: int) -> str:
         """The scale in words, at most as wide as the map."""
+        if self.mode == "cells" and self.width < 44:
+            return "1 cell = 1 block"
         if self.mode == "cells":
             block = "physical block" if self.width >= 54 else "block"
             return f"1 cell = 1 {block} = {block_size} tokens"
         if self.mode == "halves":
             return f"2 blocks a cell = {2 * block_size} tokens"
         per_cell = self.n / (self.columns * self.height)
-        return f"{per_cell:,.{0 if per_cell >= 10 else 1}f} blocks a cell, majority"
+        low = int(per_cell)
+        mixed = per_cell < 10 and per_cell != low
+        scale = f"{low} or {low + 1}" if mixed else f"{per_cell:,.0f}"
+        return f"{scale} blocks a cell, majority"
 
     def pixel_of(self) -> NDArray[np.int64]:
         """[n] pixel of each block, block id - 1 as the index."""

@@ -72,6 +72,8 @@ class Palette:
         self.colourless = no_color
         """Nothing has a colour: two states in one cell cannot be told apart, so use one glyph a cell."""
         self._colours = {name: _parse(variables[name]) for name in (*VARIABLES, *_THEME)}
+        self.hueless = no_color or all(self._colours[f"block-{n}"].hsl.s < 0.1 for n in BLOCKS)
+        """The states differ in glyph and brightness only: a swatch of colour tells nobody which one it is."""
         for prefix, keys in GROUPS.values():
             for key in keys:
                 self._colours.setdefault(key, self._colours[f"{prefix}-{key}"])

@@ -174,6 +174,7 @@ class MainScreen(Kept, Screen[None]):
             "-narrower": width < 140,
             "-deep": side and height >= 38,
             "-roomy": height >= 32,
+            "-talk": height >= 28,
             "-low": height < 44,
             "-short": height < 34,
             "-flat": tiny and height < 8,

@@ -78,8 +78,8 @@ class BlockDetail(Lines):
 
     def _place(self, info: BlockInfo) -> str:
         place = info.eviction_place or 0
-        order = "next to be taken" if place == 0 else f"{count(place)} blocks are taken before it"
-        return order + ("; its content is lost then" if info.hash is not None else "")
+        order = "next to go" if place == 0 else f"{count(place)} go first"
+        return order + (", then it is lost" if info.hash is not None else "")
 
     def _text(self, state: DashboardState, info: BlockInfo) -> str:
         if info.text:

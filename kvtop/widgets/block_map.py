@@ -167,7 +167,7 @@ class BlockMap(Lines):
             self.set_row(rows, self._legend(state, layout))
 
     def _project(self, state: DashboardState, n: int, width: int, rows: int) -> Layout:
-        layout = Layout.fit(n, width, rows, colour=not self.palette.colourless)
+        layout = Layout.fit(n, width, rows, colour=not self.palette.hueless)
         if layout != self.projection:
             self._grid = _NO_GRID
             self._segments.clear()
@@ -297,6 +297,8 @@ class BlockMap(Lines):
         names = [(n, g, n) for n, g in _LEGEND.items()]
         if sum(len(g + n) + 1 for n, g, _ in names) - 1 > layout.width:
             names = [(n, g[0], _SHORT.get(n, n)) for n, g, _ in names]
+        if sum(len(g + n) + 1 for _, g, n in names) - 1 > layout.width:  # a bar's height speaks for itself
+            names = [(n, g, "shr" if n == "shared" else w) for n, g, w in names if n != "filling"]
         muted, parts, used = self.ink("muted"), list[Part](), 0
         for name, glyph, word in names:
             mark = "■" if layout.stack == 2 else glyph

@@ -189,8 +189,9 @@ class Layouter:
             word = "aborted" if view.finish_reason == "abort" else f"cut at {_tokens(len(view.output_ids))}"
             end.append((f" · {word}", muted))
         middles = (f" · computed {count(todo)} tokens", f" · computed {count(todo)}", "")
-        for middle in middles[bool(read) :]:
-            row = [*first, (middle, muted), *end]
+        shorter = [(" · cut" if text.startswith(" · cut") else text, style) for text, style in end]
+        for tail, middle in [(end, m) for m in middles[bool(read) :]] + [(shorter, ""), (end[:1], "")]:
+            row = [*first, (middle, muted), *tail]
             if sum(cell_len(t) for t, _ in row) <= width:
                 break
         return row

@@ -9,6 +9,7 @@ import pytest
 
 from engine.events import BlocksCopied, BlocksEvicted, EngineError, EngineStarted, StepBatch
 from kvtop.options import VIEWS
+from kvtop.screens.main import Box
 from kvtop.widgets.lines import Lines
 from tests.kvtop.screen import SIZES, show
 from tests.kvtop.stage import Stage
@@ -38,12 +39,16 @@ async def test_every_view_at_every_size(size: tuple[int, int]) -> None:
         if size[0] >= 50 and size[1] >= 15:
             assert "READ 976 of 996" in shown.text
             assert "41 ms" in shown.text and "cold" in shown.text
-        for view in VIEWS:
-            assert shown.app.main.view == view
+        small = size[0] < 60 or size[1] < 20
+        for n, view in enumerate(VIEWS):
+            assert shown.app.main.view == ("chat" if small else VIEWS[n])
+            shown.app.set_view(view)
+            await shown.settle()
             assert len(shown.rows) == size[1]
             assert all(len(row) == size[0] for row in shown.rows)
             for widget in shown.app.main.query(Lines):
                 assert not widget.size.height or len(widget.lines) <= widget.size.height
+            shown.app.set_view("chat" if small else view)
             await shown.pilot.press("f2")
             await shown.settle()
         await shown.pilot.resize_terminal(1, 1)
@@ -76,6 +81,29 @@ async def test_a_step_line_without_running_requests_is_of_the_last_step() -> Non
     stage.run()
     async with show((120, 40), stage.batches) as shown:
         assert shown.app.main.step_line.lines[0].startswith(" last step decode 1 ▏prefill – ▏unused █··")
+
+
+async def test_log_and_details_leave_no_panel_without_rows() -> None:
+    for size in ((100, 30), (120, 40), (80, 24)):
+        async with show(size, story().batches) as shown:
+            main = shown.app.main
+            main.select(5)
+            await shown.pilot.press("f4")
+            await shown.settle()
+            boxes = [box for box in main.query(Box) if box.display and box.parent.display]
+            assert {"detail-box", "log-box", "map-box"} <= {box.id for box in boxes}
+            assert all(box.widget.size.height for box in boxes), [
+                b.id for b in boxes if not b.widget.size.height
+            ]
+
+
+async def test_ops_shows_several_requests_on_a_small_terminal() -> None:
+    stage = story()
+    for n in range(6):
+        stage.submit(f"question {n}?", PAGE)
+    stage.step()
+    async with show((100, 30), stage.batches, view="ops") as shown:
+        assert sum("#" in line for line in shown.app.main.queues.lines) >= 4
 
 
 async def test_all_blocks_have_a_cell_from_100x30_on() -> None:

@@ -179,6 +179,34 @@ async def test_marks_lie_over_the_state_for_their_time() -> None:
         assert all(cells(shown)[b] == glyph(shown.app.state, b) for b in gone)
 
 
+@pytest.mark.parametrize(
+    ("n", "size", "colour", "words"),
+    [
+        (545, (56, 8), True, "2 blocks a cell = 32 tokens"),
+        (545, (78, 5), False, "1 or 2 blocks a cell, majority"),
+        (545, (30, 5), False, "3 or 4 blocks a cell, majority"),
+        (9300, (30, 5), True, "62 blocks a cell, majority"),
+        (545, (37, 17), True, "1 cell = 1 block"),
+    ],
+)
+def test_the_scale_in_words(n: int, size: tuple[int, int], colour: bool, words: str) -> None:
+    title = Layout.fit(n, *size, colour).title(16)
+    assert title == words and len(title) <= size[0]
+
+
+async def test_greys_are_no_swatches() -> None:
+    """Under mono two states in one cell are two greys: glyphs tell them apart, and the legend shows them."""
+    stage = Stage()
+    stage.submit("why?", " ".join(f"w{i}" for i in range(300)))
+    stage.run()
+    async with show((80, 24), stage.batches, theme="mono") as shown:
+        assert shown.app.palette.hueless and not shown.app.palette.colourless
+        assert shown.app.main.map.projection.mode == "glyphs"
+        assert "■" not in shown.text and "▀" not in shown.text and "▒cached" in shown.app.main.map.lines[-1]
+    async with show((80, 24), stage.batches, theme="kvtop-light") as shown:
+        assert not shown.app.palette.hueless and shown.app.main.map.projection.mode == "halves"
+
+
 async def test_walking_selects_and_tells() -> None:
     stage = Stage()
     stage.submit("why?", " ".join(f"w{i}" for i in range(100)))
