@@ -6,7 +6,8 @@ it does what the line says.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from kvtop.options import VIEWS
 from kvtop.text import safe_text
@@ -107,6 +108,17 @@ def _keys(app: KvtopApp) -> list[Key]:
     ]
 
 
+def checked(verdict: Mapping[str, Any]) -> str:
+    """A demo's end: the sum, then what was checked and found, failures first."""
+    checks = sorted(verdict["checks"], key=lambda c: bool(c["ok"]))
+    passed = sum(bool(c["ok"]) for c in checks)
+    told = [
+        f"✓ {c['name']}: {c['got']}" if c["ok"] else f"✗ {c['name']}: {c['got']}, not {c['want']}"
+        for c in checks
+    ]
+    return f"{passed} of {len(checks)} checks passed   " + " · ".join(told)
+
+
 def tell_chat(app: KvtopApp) -> None:
     """What was sent and has not arrived, what the prompt is about, and what to do first."""
     main, asker = app.main, app.session.asker
@@ -143,7 +155,9 @@ def tell_next(app: KvtopApp) -> None:
         hint.says, hint.why = "key mode: letters act; i or Enter goes back to the prompt", ""
     if app.session.play is not None:
         caption = app.main.caption
-        caption.says = app.session.play.caption
+        verdict = app.session.play.verdict
+        caption.says = app.session.play.caption if verdict is None else checked(verdict)
+        app.main.set_class(verdict is not None, "-judged")
         caption.then = (
             "q quits"
             if app.session.play.verdict is not None

@@ -417,6 +417,12 @@ async def test_a_demo_plays_with_captions(name: str) -> None:
                     break
                 await pilot.press("enter")
             assert app.session.play.verdict is not None
+            app.paint()
+            await pilot.pause()
+            app.paint()
+            told = " ".join(" ".join(app.main.caption.lines).split())
+            assert re.match(r"\d+ of \d+ checks passed [✓✗] ", told) and "q quits" in told
+            assert all(c["name"] in told for c in app.session.play.verdict["checks"])
             assert list(app.state.requests) == list(range(1, len(app.state.requests) + 1))
             if name == "cache-hit":
                 assert app.state.hit_rate() == 3 * 2000 / (6 * 2200)
