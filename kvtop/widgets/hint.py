@@ -36,6 +36,11 @@ class Hint(Lines):
         width, height = self.size
         right = self._left(state)
         room = width - 3 - (cell_len(right) + 3 if right else 0)
+        below = ""
+        if (
+            height > 1 and cell_len(self.says) > room
+        ):  # the sentence in one piece, the figure beside its reason
+            right, below, room = "", right, width - 3
         if room < 24:
             right, room = "", width - 3
         muted = self.ink("muted")
@@ -51,7 +56,12 @@ class Hint(Lines):
             parts += [(" " * max(0, width - used - cell_len(right) - 1), muted), (right, muted)]
         rows = [parts]
         if height > 1:
-            rows.append([("  ", muted), (cut(self.why, width - 3), muted)])
+            spare = width - 3 - (cell_len(below) + 3 if below else 0)
+            why = cut(self.why, max(0, spare))
+            second: list[Part] = [("  ", muted), (why, muted)]
+            if below and spare > 0:
+                second += [(" " * (width - 3 - cell_len(why) - cell_len(below)), muted), (below, muted)]
+            rows.append(second)
         self.set_rows(rows)
 
     def _left(self, state: DashboardState) -> str:

@@ -243,6 +243,14 @@ async def test_the_hint_tells_what_the_cache_holds() -> None:
         assert why() == "its blocks were evicted since: all of it is computed again"
 
 
+async def test_the_hint_is_whole_at_100_columns() -> None:
+    async with live(size=(100, 30)) as shown:
+        first, second = shown.app.main.hint.lines
+        assert first.strip() == "Enter sends example 1 of 5: a question about a page of 1,000 tokens"
+        assert second.startswith("  nothing of it is cached yet: every block of the prompt is computed ")
+        assert second.rstrip().endswith("  first eviction in 545 blocks")
+
+
 async def test_a_full_conversation_recommends_a_new_one() -> None:
     async with live() as shown:
         app = shown.app
