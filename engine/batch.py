@@ -6,6 +6,8 @@ never rebuilds a table. Keeps the invariant that no real token is written into t
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -58,15 +60,26 @@ class DeviceRows:
         params = self._params[rows[sampled]]
         params["branch"] = [b for _, b, _ in draws]
         kv_lens = start + n
+        token_ids, slots, logit_rows, positions_, row_ids, q_starts, lens = self._upload(
+            [
+                _tokens(plan.rows),
+                blocks * self.block_size + offset,
+                ends[sampled] - 1 - behind,
+                positions.astype(np.int32),
+                rows,
+                np.concatenate(([0], ends)).astype(np.int32),
+                kv_lens.astype(np.int32),
+            ]
+        )
         batch = StepInput(
-            token_ids=self._to(_tokens(plan.rows)),
-            positions=self._to(positions.astype(np.int32)),
-            slots=self._to(blocks * self.block_size + offset),
+            token_ids=token_ids,
+            positions=positions_,
+            slots=slots,
             tables=self._device,
-            rows=self._to(rows),
-            q_starts=self._to(np.concatenate(([0], ends)).astype(np.int32)),
-            kv_lens=self._to(kv_lens.astype(np.int32)),
-            logit_rows=self._to(ends[sampled] - 1 - behind),
+            rows=row_ids,
+            q_starts=q_starts,
+            kv_lens=lens,
+            logit_rows=logit_rows,
             q_lens=n.tolist(),
             kv_lens_host=kv_lens.tolist(),
         )
@@ -106,8 +119,31 @@ class DeviceRows:
             self._free = list(range(2 * n - 1, n - 1, -1))
         return self._free.pop()
 
-    def _to(self, a: NDArray[np.generic]) -> torch.Tensor:
-        return torch.from_numpy(np.ascontiguousarray(a)).to(self.device)
+    def _upload(self, arrays: list[NDArray[np.generic]]) -> list[torch.Tensor]:
+        if self.device.type == "cpu":
+            return [torch.from_numpy(np.ascontiguousarray(a)) for a in arrays]
+        return packed(arrays, pin=True, copy=lambda t: t.to(self.device, non_blocking=True))
+
+
+def packed(
+    arrays: list[NDArray[np.generic]], *, pin: bool, copy: Callable[[torch.Tensor], torch.Tensor]
+) -> list[torch.Tensor]:
+    """The arrays where `copy` takes them, in one copy of one buffer.
+
+    Each starts at a multiple of 16 bytes: a kernel is compiled once for such pointers and once for others.
+
+    pin: the buffer is page-locked, so that the copy runs beside the host; torch keeps it until it is done.
+    """
+    starts = np.cumsum([0, *(a.nbytes + -a.nbytes % 16 for a in arrays)]).tolist()
+    buffer = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=pin)
+    host = buffer.numpy()
+    for a, at in zip(arrays, starts, strict=False):
+        host[at : at + a.nbytes] = a.view(np.uint8)
+    there = copy(buffer)
+    return [
+        there[at : at + a.nbytes].view(torch.from_numpy(a).dtype)
+        for a, at in zip(arrays, starts, strict=False)
+    ]
 
 
 def _tokens(rows: list[Row]) -> NDArray[np.int64]:

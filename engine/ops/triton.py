@@ -112,18 +112,21 @@ class TritonOps(ReferenceOps):
             index, q_lens, kv_lens, block_q=tile.rows // self._groups, keys=tile.keys,
             kv_heads=self._kv_heads, programs=programs, least=least, window=window,
         )  # fmt: skip
-        both = torch.from_numpy(np.concatenate((w.work.ravel(), w.merges.ravel()))).to(self.device)
+        split = 5 * _aligned(len(w.work))
+        host = np.full(split + w.merges.size, -1, np.int32)
+        host[: w.work.size] = w.work.ravel()
+        host[split:] = w.merges.ravel()
+        both = torch.from_numpy(host).to(self.device)
         room = None
         if w.parts:
             room = attention.parts_for(w.parts, self._kv_heads, tile, self._dim, self.device)
-        split = w.work.size
         return _Group(tile, both[:split].view(-1, 5), both[split:].view(-1, 4), room, w.most)
 
     def static_plan(self, batch: StepInput, rope: RopeTable) -> StaticPlan:
         """A plan for steps in which each row of `batch` decodes one token, or none; `fill` says what."""
         rows, tile = len(batch.q_lens), self.tiles.few
         # A piece is as long as a program's share at least, so there are no more of them than that.
-        items = rows + self.tiles.programs_few // self._kv_heads
+        items = _aligned(rows + self.tiles.programs_few // self._kv_heads)
         host = torch.full((items * 5 + rows * 4,), -1, dtype=torch.int32)
         if self.device.type == "cuda":
             host = host.pin_memory()
@@ -245,6 +248,11 @@ def packed_params(rows: SampleRows) -> NDArray[np.int32]:
     out[draw.BRANCH] = p["branch"]
     out[draw.POSITION] = rows.position
     return out
+
+
+def _aligned(items: int) -> int:
+    """So many work items that what follows them starts at a multiple of 16 bytes; the rest is padding."""
+    return -(-items // 4) * 4
 
 
 def _halves(kv: Kv) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor] | None]:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
 from engine import kv_cache, torch_runner
+from engine.batch import packed
 from engine.config import EngineConfig, ModelConfig, SetupError
 from engine.kv_cache import CacheSize, check_cpu_memory, gpu_kv_bytes, plan_size
 from engine.params import SamplingParams
@@ -215,3 +217,23 @@ def test_the_budget_follows_what_steps_take() -> None:
 
 def test_the_runner_keeps_to_the_limit_it_is_given() -> None:
     assert runner().step_budget(512, 0) == 512
+
+
+def test_a_step_goes_to_the_device_in_one_copy() -> None:
+    copies: list[torch.Tensor] = []
+
+    def copy(t: torch.Tensor) -> torch.Tensor:
+        copies.append(t)
+        return t.clone()
+
+    arrays: list[np.ndarray] = [
+        np.arange(5),
+        np.zeros(0, np.int64),
+        np.arange(3, dtype=np.int32),
+        np.ones(7, np.int32),
+    ]
+    got = packed(arrays, pin=False, copy=copy)
+    assert len(copies) == 1
+    assert all((t.data_ptr() - got[0].data_ptr()) % 16 == 0 for t in got if len(t))
+    for a, t in zip(arrays, got, strict=True):
+        assert torch.equal(t, torch.from_numpy(a))

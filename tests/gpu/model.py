@@ -1,4 +1,4 @@
-"""A whole model: Qwen3-8B's shape with random weights, decode by graphs and eagerly, prefill; KV in bf16 and FP8."""
+"""A whole model: Qwen3-8B's shape with random weights: decode by graphs and eagerly, prefill, by format."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from engine.kv_cache import CacheSize, allocate
 from engine.layers import Weights
 from engine.model import Decoder
 from engine.ops.triton import TritonOps
+from engine.ops.weights import Quantization
 from tests.gpu.machine import Machine, Table
 from tests.gpu.problems import QWEN3_8B, Problem
 
@@ -20,21 +21,25 @@ TINY = replace(QWEN3_8B, num_layers=1, hidden_size=64, intermediate_size=96, voc
                num_kv_heads=2, head_dim=32)  # fmt: skip
 
 
+WAYS: tuple[tuple[str, bool, Quantization | None], ...] = (
+    ("bf16, bf16", False, None), ("bf16, fp8", True, None), ("int8, fp8", True, "int8"), ("int4, fp8", True, "int4"),
+)  # fmt: skip
+
+
 def run(m: Machine) -> list[Table]:
     """Decode with 2,048 tokens of context, sampling left out (it is measured with the kernels)."""
     c, dtype = QWEN3_8B if m.real else TINY, torch.bfloat16
     context = 2048 if m.real else 20
-    decode = Table("Decode, Qwen3-8B's shape, 2,048 tokens of context",
-                   ("KV", "at once", "ms, graph", "tok/s", "of roofline", "ms, eager", "tok/s, eager"))  # fmt: skip
-    prefill = Table("Prefill, Qwen3-8B's shape", ("KV", "tokens", "ms", "tok/s"))
+    columns = ("weights, KV", "at once", "ms, graph", "tok/s", "of roofline", "ms, eager", "tok/s, eager")
+    decode = Table("Decode, Qwen3-8B's shape, 2,048 tokens of context", columns)
+    prefill = Table("Prefill, Qwen3-8B's shape", ("weights, KV", "tokens", "ms", "tok/s"))
     need = 2 * 8_190_735_360 * 1.15
     if m.real and need > m.free():
         decode.rows.append(("bf16", f"needs {need / 2**30:.0f} GiB", "", "", "", "", ""))
         return [decode, prefill]
-    for fp8 in (False, True):
-        ops = TritonOps(m.device, dtype, c, fp8_kv=fp8)
+    for name, fp8, weights in WAYS:
+        ops = TritonOps(m.device, dtype, c, weights, fp8_kv=fp8)
         model = Decoder(c, random(c, m.device, dtype), ops, context + 1)
-        name = "fp8" if fp8 else "bf16"
         for batch in (1, 8, 64) if m.real else (1, 2):
             p = Problem(c, [(1, context)] * batch, 16, m.device, dtype, poison=False)
             size = CacheSize(
@@ -49,7 +54,8 @@ def run(m: Machine) -> list[Table]:
             graphs = DecodeGraphs(model, cache, batch, capture)
             graph = m.wall(partial(graphs.forward, p.batch), 30 if m.real else 1)
             # The embedding is looked up, not read; each token's KV is read once.
-            read = 2 * (8_190_735_360 - 151_936 * 4096) + batch * context * size.bytes_per_token
+            read = model.weights_bytes - c.vocab_size * c.hidden_size * 2
+            read += batch * context * size.bytes_per_token
             decode.rows.append((
                 name, str(batch), f"{graph * 1e3:.2f}", f"{batch / graph:,.0f}",
                 f"{read / m.copy_bandwidth / graph:.0%}", f"{eager * 1e3:.2f}", f"{batch / eager:,.0f}",

@@ -2,7 +2,8 @@
 
 Owns nothing that lasts. Imported only by engine.ops.triton, since importing triton takes a while and
 decides at that moment, for the whole process, whether kernels are compiled or interpreted
-(TRITON_INTERPRET=1, which needs no GPU). A launcher validates nothing: the ops do.
+(TRITON_INTERPRET=1, which needs no GPU). A launcher validates nothing: the ops do. What changes from step
+to step is no constant and has one alignment: nothing is compiled while tokens flow.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from torch import Tensor
 _BLOCK = 1024
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["src_ptr", "dst_ptr"])
 def copy_pairs(cache_ptr, src_ptr, dst_ptr, blocks, words, BLOCK: tl.constexpr):
     """Grid (P, layers x 2, words of a block / BLOCK). blocks: how many the cache has."""
     plane = tl.program_id(1).to(tl.int64) * blocks

@@ -66,7 +66,7 @@ def _largest_with(row_ptr, vocab, temperature, best, floor, need, BLOCK: tl.cons
     return found
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def find_cutoff(logits_ptr, params_ptr, cut_ptr, rows, vocab, s_row, BLOCK: tl.constexpr):
     """Grid (R)."""
     r = tl.program_id(0)

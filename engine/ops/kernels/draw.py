@@ -46,7 +46,7 @@ def noise(params_ptr, r, rows, token):
     return tl.where(lane < 2, tl.where(lane == 0, w0, w1), tl.where(lane == 2, w2, w3))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def draw_partial(
     logits_ptr, params_ptr, cut_ptr, best_ptr, token_ptr, bad_ptr, rows, vocab, s_row, pieces,
     BLOCK: tl.constexpr,
@@ -70,7 +70,7 @@ def draw_partial(
     tl.store(bad_ptr + r * pieces + piece, bad)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def draw_final(best_ptr, token_ptr, bad_ptr, out_ptr, rows, pieces, BLOCK: tl.constexpr):
     """Grid (R)."""
     r = tl.program_id(0)
@@ -87,7 +87,7 @@ def draw(logits: Tensor, params: Tensor, cut: Tensor) -> Tensor:
     rows, vocab = logits.shape
     pieces = triton.cdiv(vocab, _BLOCK)
     best = torch.empty((rows, pieces), dtype=torch.float32, device=logits.device)
-    token, bad = torch.empty((2, rows, pieces), dtype=torch.int32, device=logits.device).unbind()
+    token, bad = (torch.empty_like(best, dtype=torch.int32) for _ in range(2))
     out = torch.empty((2, rows), dtype=torch.int32, device=logits.device)
     draw_partial[rows, pieces](
         logits, params, cut, best, token, bad, rows, vocab, logits.stride(0), pieces,

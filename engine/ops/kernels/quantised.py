@@ -48,7 +48,7 @@ def _int4(
     return (codes & 15).to(tl.float32) * scale + least, (codes >> 4).to(tl.float32) * scale + least
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def multiply(
     x_ptr, codes_ptr, scale_ptr, min_ptr, bias_ptr, y_ptr, rows, columns, s_x, s_codes, s_scale, s_y,
     K: tl.constexpr, BYTES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,

@@ -106,16 +106,17 @@ def compile_for(arch: int, name: str, launch: Launch) -> Cost:
     signature, constants, attrs = {}, {}, {}
     for i, (param, n) in enumerate(zip(launch.kernel.params, names, strict=True)):
         value = given[n]
-        if param.is_constexpr or (isinstance(value, int) and value == 1):
+        if param.is_constexpr or (type(value) is int and value == 1 and not param.do_not_specialize):
             signature[n], constants[(i,)] = "constexpr", value
         elif isinstance(value, Tensor):
             signature[n] = "*" + _TYPES[value.dtype]
-            attrs[(i,)] = [["tt.divisibility", 16]]
+            if not param.do_not_specialize_on_alignment:
+                attrs[(i,)] = [["tt.divisibility", 16]]
         elif isinstance(value, float):
             signature[n] = "fp32"
         else:
             signature[n] = "i32" if -(2**31) <= value < 2**31 else "i64"
-            if value % 16 == 0:
+            if value % 16 == 0 and not param.do_not_specialize:
                 attrs[(i,)] = [["tt.divisibility", 16]]
     source = ASTSource(fn=launch.kernel, signature=signature, constexprs=constants, attrs=attrs)
     options = {k: launch.keywords[k] for k in _OPTIONS if k in launch.keywords}
