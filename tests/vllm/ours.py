@@ -43,6 +43,9 @@ class Ours:
             "enable_chunked_prefill": setup.chunked,
             "enable_prefix_caching": setup.caching,
             "long_prefill_token_threshold": setup.threshold,
+            "long_prefill_token_threshold_adaptive": setup.adaptive,
+            "scheduling_policy": "priority" if setup.priority else "fcfs",
+            "watermark": setup.watermark,
         }
         self.core = EngineCore(
             EngineConfig(**knobs),
@@ -50,7 +53,6 @@ class Ours:
             EventLog(lambda: next(ticks) * 1e-3, self._take),
             hash_seed=HASH_SEED,
         )
-        self.core.scheduler.looks_again = False  # vLLM asks the cache at the admission alone
         self._pool = self.core.paging.pool
         self._plan: Plan | None = None
         self._request_of: dict[int, int] = {}
@@ -61,7 +63,9 @@ class Ours:
         self._sampled: dict[int, list[int]] = {}
         self._counts = Counts()
         self.evicted = 0
-        """Blocks whose content was thrown out for another."""
+        """How often content was thrown out for another's."""
+        self.unwritten = 0
+        """How often hashes were dropped because their blocks' forward was not to be."""
 
     def _take(self, batch: StepBatch) -> None:
         step = self._step
@@ -93,6 +97,7 @@ class Ours:
                 case BlocksEvicted():
                     step.cache += [("removed", h, "", ()) for h in event.hashes]
                     self.evicted += event.why == "reallocated"
+                    self.unwritten += event.why == "unwritten"
                 case CacheCleared():
                     step.cache.append(("cleared", "", "", ()))
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from itertools import count
 
 from tests.vllm.ours import Ours
 from tests.vllm.terms import VOCAB, Ask, Setup, differences
@@ -60,15 +61,14 @@ class Pair:
 
 
 class Storm:
-    """Pair under a random workload. seen: how often what happened."""
+    """Pair under a random workload, the same for the same seed. seen: how often what happened."""
 
-    def __init__(self, seed: int, setup: Setup | None = None, models: tuple[type, ...] = ()) -> None:
-        self.random = random.Random(seed)
-        self.setup = setup or random_setup(self.random)
+    def __init__(self, seed: int, models: tuple[type, ...] = (), setup: Setup | None = None) -> None:
+        r = self.random = random.Random(seed)
+        self.setup = setup or random_setup(r)
         self.pair = Pair(self.setup, models)
         self.seen: Counter[str] = Counter()
         self._next = 0
-        r = self.random
         self._families = [[r.randrange(VOCAB) for _ in range(self.setup.limit + 4)] for _ in range(3)]
 
     def run(self, steps: int) -> None:
@@ -88,40 +88,42 @@ class Storm:
             self.seen["aborted"] += 1
         elif r.random() < 0.01:
             self.seen["reset"] += pair.reset(running=r.random() < 0.5)
-        inside = r.choice(live) if live and r.random() < 0.02 else None
+        inside = r.choice(live) if live and r.random() < 0.04 else None
         admitted, preempted = pair.step(abort=inside)
         self.seen["aborted inside a step"] += inside is not None
         self.seen["admitted"] += len(admitted)
         self.seen["preempted"] += len(preempted)
 
     def _add(self) -> None:
-        r, setup = self.random, self.setup
-        kind = r.random()
-        if kind < 0.3 and self._next:  # a next turn, or the same once more
-            tokens = self.pair.ours.text_of(r.randrange(max(0, self._next - 6), self._next))
-            tokens = tokens + [r.randrange(VOCAB) for _ in range(r.choice((0, 0, 1, setup.block_size)))]
-        elif kind < 0.4:  # whole blocks: the last is computed each time and lies there more than once
-            blocks = r.randint(1, max(1, setup.limit // setup.block_size - 1))
-            tokens = self._families[0][: min(blocks, 3) * setup.block_size]
-        else:
-            length = min(r.randint(1, setup.limit), r.randint(1, setup.limit))
-            tokens = r.choice(self._families)[:length]
-            if r.random() < 0.5:
-                at = r.randrange(length)
-                tokens = tokens[:at] + [r.randrange(VOCAB) for _ in range(length - at)]
-        if r.random() < 0.02:
-            tokens = r.choice(self._families)[: setup.limit + r.randrange(3)]
-        self.seen["refused"] += not 0 < len(tokens) < setup.limit
+        r, size, limit = self.random, self.setup.block_size, self.setup.limit
+        tokens = self._prompt()
+        self.seen["refused"] += not 0 < len(tokens) < limit
+        most = limit // 2 if r.random() < 0.1 else 3 * size + 4
         ask = Ask(
             self._next,
             tokens,
-            max_tokens=r.randint(1, 3 * setup.block_size + 4),
+            max_tokens=r.randint(1, most),
             salt=r.choice((None, None, None, "a")),
-            priority=r.randint(-3, 4) if setup.priority else 0,
+            priority=r.randint(-3, 4) if self.setup.priority else 0,
             stop=tuple(r.sample(range(VOCAB), r.choice((0, 0, 30)))),
         )
         self._next += 1
         self.pair.add(ask)
+
+    def _prompt(self) -> list[int]:
+        r, size, limit = self.random, self.setup.block_size, self.setup.limit
+        kind = r.random()
+        if kind < 0.3 and self._next:  # a next turn, or the same once more
+            tokens = self.pair.ours.text_of(r.randrange(max(0, self._next - 6), self._next))
+            return tokens + [r.randrange(VOCAB) for _ in range(r.choice((0, 0, 1, size)))]
+        if kind < 0.4:  # whole blocks: the last is computed each time and lies there more than once
+            return self._families[0][: r.randint(1, min(3, max(1, limit // size - 1))) * size]
+        if kind < 0.42:  # about as long as it may be
+            return r.choice(self._families)[: limit + r.randrange(-1, 3)]
+        length = min(r.randint(1, limit), r.randint(1, limit))
+        tokens = r.choice(self._families)[:length]
+        at = r.randrange(length) if r.random() < 0.5 else length
+        return tokens[:at] + [r.randrange(VOCAB) for _ in range(length - at)]
 
 
 def random_setup(r: random.Random) -> Setup:
@@ -141,5 +143,36 @@ def random_setup(r: random.Random) -> Setup:
         chunked=chunked,
         budget=r.randint(seqs + 1, 48) if chunked else longest + seqs,
         caching=r.random() < 0.9,
+        adaptive=r.random() < 0.3,
+        priority=r.random() < 0.4,
+        watermark=r.choice((0.0, 0.0, 0.0, 0.1, 0.2)),
         threshold=min(r.choice((0, 0, 3, 9)), longest),  # vLLM takes no larger one
     )
+
+
+def stampede(seed: int) -> tuple[Setup, list[list[Ask]]]:
+    """A set-up, and the requests of its first steps: long prompts of one family by priority, in chunks of a
+    token or three, which pass and read each other, beside answers that take the blocks they will need. Now
+    and then a prompt is preempted after its turn, and takes those along that have read it in this step."""
+    r = random.Random(seed)
+    talkers = r.randint(3, 8)
+    setup = Setup(
+        num_blocks=r.randint(30, 60),
+        block_size=1,
+        max_num_seqs=talkers + 4,
+        budget=60,
+        threshold=r.randint(1, 3),
+        priority=True,
+    )
+    numbers = count()
+    family = [r.randrange(VOCAB) for _ in range(60)]
+
+    def prompt() -> Ask:
+        tokens = family if r.random() < 0.7 else family[::-1]
+        return Ask(next(numbers), tokens[: r.randint(8, 20)], max_tokens=2, priority=r.choice((0, 5, 9)))
+
+    talk = setup.limit // talkers + 5
+    first = [
+        Ask(next(numbers), [r.randrange(VOCAB)], talk, priority=r.choice((-1, 0))) for _ in range(talkers)
+    ]
+    return setup, [first, *([prompt() for _ in range(r.randint(1, 2))] for _ in range(3))]

@@ -27,6 +27,7 @@ class Setup:
     chunked: bool = True
     caching: bool = True
     threshold: int = 0
+    adaptive: bool = False
     priority: bool = False
     watermark: float = 0.0
 

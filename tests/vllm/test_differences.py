@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.vllm.differences import DIFFERENCES, as_table, models
+from tests.vllm.differences import DIFFERENCES, as_table, laid_over
 from tests.vllm.storm import Pair
 from tests.vllm.terms import Ask, Setup, Step
+from tests.vllm.theirs import Theirs
 
 
 def prompt(length: int, family: int = 0) -> list[int]:
@@ -130,6 +131,18 @@ def drops_unwritten(duel: Duel) -> bool:
     return theirs == ours
 
 
+@scenario("looks again", Setup(num_blocks=40, budget=64, threshold=32))
+def looks_again(duel: Duel) -> bool:
+    """The same 128 tokens twice, in chunks of 32: the second reads the first's chunk and goes on behind it."""
+    duel.add(Ask(0, prompt(128)), Ask(1, prompt(128)))
+    ours, theirs = duel.step()
+    assert ours.scheduled == theirs.scheduled == [(0, 0, 32), (1, 32, 32)]
+    ours, theirs = duel.step()
+    assert ours.scheduled == [(0, 64, 32), (1, 96, 32)]  # each reads what the other has just computed
+    assert theirs == ours or theirs.scheduled == [(0, 32, 32), (1, 64, 32)]
+    return theirs == ours
+
+
 @scenario("youngest copy", Setup(num_blocks=9, block_size=4))
 def youngest_copy(duel: Duel) -> bool:
     """An aligned prompt three times: its last block is computed each time and lies there as 2, 3 and 4."""
@@ -147,6 +160,16 @@ def youngest_copy(duel: Duel) -> bool:
     return theirs == ours
 
 
+@scenario("usable blocks", Setup(num_blocks=10, block_size=4, watermark=0.2))
+def usable_blocks(duel: Duel) -> bool:
+    """A fifth of nine blocks is one, of ten two; eight are free, seven are wanted."""
+    duel.add(Ask(0, prompt(4)), Ask(1, prompt(28, 1)))
+    ours, theirs = duel.step()
+    assert ours.scheduled == [(0, 0, 4), (1, 0, 28)]
+    assert theirs == ours or theirs.scheduled == [(0, 0, 4)]
+    return theirs == ours
+
+
 @scenario("whole without chunks", Setup(max_model_len=512, budget=600, chunked=False, threshold=50))
 def whole_without_chunks(duel: Duel) -> bool:
     """Two prompts that fit one step whole."""
@@ -160,10 +183,33 @@ def whole_without_chunks(duel: Duel) -> bool:
 @pytest.mark.parametrize("name", DIFFERENCES)
 def test_each_difference_shows_without_its_switch_and_is_gone_with_it(name: str) -> None:
     setup, play = SCENARIOS[name]
-    assert play(Duel(setup, models(without=name))) is False
-    modelled = Duel(setup, models())
+    assert play(Duel(setup, laid_over(without=name))) is False
+    modelled = Duel(setup, laid_over())
     assert play(modelled) is True
     modelled.pair.compare(modelled.ours.state(), modelled.theirs.state())
+
+
+@pytest.mark.parametrize("modelled", [False, True])
+def test_by_priority_vllm_reads_blocks_that_nothing_wrote(modelled: bool) -> None:
+    """A prompt of low priority has its turn, its chunk's blocks are stored; then an older answer needs a
+    block, and the prompt is the victim. When it comes back, 24 of its tokens have ever been computed."""
+    theirs = Theirs(
+        Setup(num_blocks=11, block_size=4, budget=20, threshold=8, priority=True),
+        (DIFFERENCES["drops unwritten"].model,) if modelled else (),
+    )
+    theirs.add(Ask(0, prompt(40), 4, priority=9))
+    theirs.add(Ask(1, prompt(1, 3), 1, priority=9))  # without it nobody would be cut short
+    steps = []
+    for i in range(6):
+        if i == 1:
+            theirs.add(Ask(2, prompt(7, 1), 4))
+        step = theirs.begin()
+        steps.append(step)
+        theirs.finish({r: [7] for r, start, n in step.scheduled if r or start + n >= 40})
+    computed = {at + i for s in steps[:5] for r, at, n in s.scheduled if r == 0 for i in range(n)}
+    assert computed == set(range(24))
+    assert [s.preempted for s in steps] == [[], [], [], [0], [], []]
+    assert steps[5].admitted == [(0, 24 if modelled else 28, True)]
 
 
 def test_every_difference_has_its_scenario() -> None:

@@ -97,6 +97,7 @@ def build(setup: Setup, models: tuple[type, ...] = ()) -> Scheduler:
         max_model_len=setup.limit,
         enable_chunked_prefill=setup.chunked,
         long_prefill_token_threshold=setup.threshold,
+        long_prefill_token_threshold_adaptive=setup.adaptive,
         policy="priority" if setup.priority else "fcfs",
         async_scheduling=False,
         is_encoder_decoder=False,
