@@ -322,8 +322,8 @@ class Engine:
             defaults=model.defaults,
             on_finished=self._finished,
         )
-        self._turns = Turns(core, text, self._post)
         self._log.cut(started(config, model, seed, self._epoch, samples=self._device_interval > 0))
+        self._turns = Turns(core, text, self._post)
         return core
 
     def _loop(self, core: EngineCore) -> None:

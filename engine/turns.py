@@ -59,6 +59,7 @@ class Turns:
         self._core = core
         self._tokenizer = tokenizer
         self._post = post
+        self._opened = core.clock()
         self._chats: dict[int, _Chat] = {}
 
     def open(self, number: int, system: str | None, name: str) -> None:
@@ -181,8 +182,9 @@ class Turns:
             turn.request_id,
             token_ids,
             params,
-            # a turn that came while the model was loading has the wall's time, the engine's may be virtual
-            t_arrival=min(turn.t_arrival, self._core.clock()),
+            # What came while the model was loading arrives when there is an engine; its time was the wall's,
+            # the engine's may be virtual.
+            t_arrival=min(max(turn.t_arrival, self._opened), self._core.clock()),
             priority=turn.priority,
             salt=turn.salt,
             conversation=conversation,

@@ -377,6 +377,8 @@ def test_what_was_asked_while_the_model_loads_is_done_when_it_is_there(live: Cal
     go.set()
     assert one.finished(first).reason == "length" and one.finished(second).reason == "abort"
     assert one.engine.is_ready
+    started = next(b for b in one.batches if any(isinstance(e, ev.EngineStarted) for e in b.events))
+    assert one.finished(first).timings.t_arrival >= started.t  # its clock begins when there is an engine
     one.stop()
 
 
