@@ -402,8 +402,10 @@ class EngineCore:
         bad = {plan.rows[i].seq.request: None for i in output.bad_rows if kept[i]}
         searches: dict[Request, BeamSearch] = {}
         for i, row in enumerate(plan.rows):
+            if not (row.top and kept[i]):
+                continue
             request = row.seq.request
-            if row.top and kept[i] and request not in bad and request.search is not None:
+            if request not in bad and request.search is not None:
                 (offered,) = output.logprobs[i]
                 request.search.offer(row.seq.seq_id, offered.top_ids, offered.top)
                 searches[request] = request.search
@@ -416,9 +418,9 @@ class EngineCore:
             plain = not row.top and row.seq.request not in bad
             rows = self._advance(row, output.token_ids[i] if plain else [], now)
             advanced += rows
-            tokens = [(seq.seq_id, token) for seq, new, _ in rows for token in new]
-            probabilities = output.logprobs.get(i, ()) if plain else ()
-            told += [(*one, p) for one, p in zip(tokens, probabilities, strict=False)]
+            if output.logprobs and plain:
+                tokens = [(seq.seq_id, token) for seq, new, _ in rows for token in new]
+                told += [(*one, p) for one, p in zip(tokens, output.logprobs.get(i, ()), strict=False)]
         pruned: list[Branch] = []
         for request, search in searches.items():
             pruned += self._move_beams(request, search, advanced, now)
@@ -435,8 +437,7 @@ class EngineCore:
         )
         self._tell_logprobs(told)
         for row, keep in zip(plan.rows, kept, strict=True):
-            seq = row.seq
-            if row.drafts and keep and seq.request not in bad:
+            if row.drafts and keep and (seq := row.seq).request not in bad:
                 # All but the newest token are computed: that many of the drafts were right.
                 self.events.append(
                     DraftVerified(seq.seq_id, len(row.drafts), seq.num_computed - row.start - 1)
