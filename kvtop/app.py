@@ -312,7 +312,8 @@ class KvtopApp(App[int]):
 
     @on(Prompt.Changed)
     def _typed(self) -> None:
-        self._note = "", float("-inf")
+        if self.main.prompt.value:  # what is typed now is another matter; an emptied line is not
+            self._note = "", float("-inf")
         self.main.hint.wake()
 
     @on(KeyLine.Clicked)

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from kvtop.requests import RequestView
     from kvtop.state import DashboardState
 
-MOST_WAITING = 0.1
-"""Share of the time to the first word that a request may have waited for admission, to be compared."""
 _EARLIER = 200
 """How many earlier requests are searched."""
 
@@ -78,12 +76,8 @@ def cold(state: DashboardState, view: RequestView) -> RequestView | None:
 
 
 def _computed_at_once(view: RequestView) -> bool:
-    """Its first word came after computing: no slow motion, no preemption, hardly any waiting. (Known once it
-    is done: until then the instant of its admission is that of the step's end.)"""
-    late, queued = view.ttft, view.queue_s
-    if not view.done or late is None or view.slow or view.preemptions:
-        return False
-    return queued is None or queued <= MOST_WAITING * late
+    """Its first word came after computing: no slow motion, no preemption, no others before it."""
+    return view.t_first is not None and not (view.slow or view.preemptions or view.crowded)
 
 
 def _earlier(state: DashboardState, view: RequestView) -> Iterable[RequestView]:

@@ -75,6 +75,7 @@ class RequestRules(Facts):
             salt=e.salt,
             conversation=e.conversation,
             slow=self._slow,
+            crowded=bool(self.running or self.waiting),
         )
         self._wait(self.requests[e.request_id])
         self._moment("queued", request_id=e.request_id)

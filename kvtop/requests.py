@@ -100,6 +100,8 @@ class RequestView:
     t_finished: float | None = None
     slow: bool = False
     """Slow motion stretched a step before its first token: its TTFT is no measurement."""
+    crowded: bool = False
+    """Others were under way when it arrived: its TTFT is also theirs."""
     itl: list[float] = field(default_factory=list)
     """Seconds between tokens, steps in slow motion left out."""
 

@@ -48,8 +48,8 @@ FIGURES: dict[type[Widget], tuple[str, tuple[Definition, ...]]] = {
             (
                 "17×",
                 "How many times sooner than the cold request that the lookup names. Compared only where the tokens "
-                "read are at least half of both prompts, neither was preempted or in slow motion, and the cold one "
-                "did not wait.",
+                "read are at least half of both prompts, neither was preempted or in slow motion, and nobody else "
+                "was under way when the cold one arrived.",
             ),
             ("▌", "This stretch of the prompt was read from the cache."),
         ),

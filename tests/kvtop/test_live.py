@@ -165,7 +165,7 @@ async def test_typed_prompts_go_on_with_the_attached_page_only() -> None:
         await shown.finished(2)
         views = app.state.requests
         assert views[2].hit_blocks > 40 and views[2].conversation == views[1].conversation
-        await pilot.press("ctrl+n")
+        await pilot.press("x", "ctrl+u", "ctrl+n")
         await pilot.pause()
         assert app.main.chat.title == "chat · new conversation"
         assert shown.hint.strip().startswith("a new conversation: the next prompt starts anew")
