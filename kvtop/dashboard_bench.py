@@ -32,7 +32,7 @@ from engine.events import StepBatch, TokensSampled
 WIDTH, HEIGHT = 200, 60
 ROUNDS = 3
 """Turns of each kind; the medians are reported."""
-WORK = ((1, 160), (8, 80))
+WORK = ((1, 400), (8, 300))
 """(sequences, tokens each)."""
 PATIENCE = 300.0
 """Seconds that one child may take."""
