@@ -6,6 +6,7 @@ import gzip
 import json
 import threading
 import time
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,9 @@ from engine import events as ev
 from kvtop import __version__
 from kvtop.recorder import Recorder
 from kvtop.recording import RecordingError, read
+from kvtop.sources import RecordingSource
 from kvtop.state import DashboardState
+from kvtop.verify import verify
 from tests.kvtop.streams import rich_stream
 
 
@@ -210,6 +213,28 @@ def test_a_truncated_or_damaged_gzip_file_is_one_line(tmp_path: Path) -> None:
     spoiled[len(data) // 2] ^= 0xFF
     assert "line" in broken(tmp_path, bytes(spoiled), "c.gz")
     assert "line" in broken(tmp_path, data[:-8] + bytes(8), "d.gz"), "a wrong checksum is damage too"
+
+
+def test_of_a_gzip_file_that_was_not_closed_every_whole_line_is_read(tmp_path: Path) -> None:
+    batches = rich_stream()
+    record(tmp_path / "a.jsonl.gz", batches)
+    data = (tmp_path / "a.jsonl.gz").read_bytes()
+    cut = tmp_path / "b.gz"
+    for end in (len(data) // 2, len(data) - 9, len(data) - 1):
+        cut.write_bytes(data[:end])
+        got: list[ev.StepBatch] = []
+        with pytest.raises(RecordingError, match=r"line [\d,]+: the compressed file ends too early"):
+            got.extend(read(cut))
+        whole = zlib.decompressobj(31).decompress(data[:end]).count(b"\n") - 1
+        assert got == batches[:whole]
+        assert whole > len(batches) // 4
+    cut.write_bytes(data[: len(data) // 2])
+    report = verify(cut)
+    assert not report.ok
+    assert any("truncated" in line for line in report.violations)
+    assert RecordingSource(cut).problem
+    cut.write_bytes(data + bytes(512))
+    assert list(read(cut)) == batches, "padding is no damage"
 
 
 def test_a_missing_file_and_a_folder_are_one_line(tmp_path: Path) -> None:
