@@ -2,7 +2,8 @@
 
 Owns the options, their KVTOP_ variables and the config file's say (flag over environment over file over
 default), the choice between dashboard and headless, and the exit codes: 0 ok, 1 a check failed, 2 bad input or
-set-up, 130 ctrl+c. Imports torch and textual only where a command needs them.
+set-up, 130 ctrl+c, 143 and 129 SIGTERM and SIGHUP (headless). Imports torch and textual
+only where a command needs them.
 """
 
 from __future__ import annotations

@@ -1,18 +1,20 @@
 """kvtop without a terminal: prompts in, text or JSON out. stdout is data, stderr is talk.
 
 Owns the loop that submits, follows the events into a DashboardState and prints what the state says; every
-figure comes from there. Never imports textual. However it ends (done, refused, ctrl+c, a reader that
-went away) the engine is stopped and a recording closed.
+figure comes from there. Never imports textual. However it ends (done, refused, ctrl+c, SIGTERM, SIGHUP, a
+reader that went away) the engine is stopped and a recording closed.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
+import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
@@ -58,8 +60,9 @@ def run(
     err: TextIO | None = None,
 ) -> int:
     """Answer `asks`. Returns the exit code: 0; 1 if the engine failed on the way; 2 if every request was
-    refused; 130 after ctrl+c. Raises SetupError when the engine cannot start or the recording cannot be
-    written. build stands in for Engine's own (a toy in tests)."""
+    refused; 130 after ctrl+c, 143 after SIGTERM, 129 after SIGHUP. Raises SetupError when
+    the engine cannot start or the recording cannot be written. build stands in for Engine's own (a toy in
+    tests)."""
     simulation = wishes.simulation
     build = build or (simulation and simulation.build)
     engine = Engine(config) if build is None else Engine(config, build=build)
@@ -80,21 +83,53 @@ def run(
         engine.subscribe(recorder)
     data = out or sys.stdout.buffer
     session = Session(engine, batches, list(asks), wishes, data, talk)
-    engine.start()
+    with _ended_by_signals():
+        try:
+            engine.start()
+            return session.run()
+        except _Ended as ended:
+            talk.say(f"ended by {ended.signal.name}")
+            return 128 + ended.signal
+        except KeyboardInterrupt:
+            talk.say("interrupted")
+            return 130
+        except BrokenPipeError:
+            _forget(data)
+            return 0
+        finally:
+            with suppress(KeyboardInterrupt):
+                batches.close()
+                engine.stop()
+                if recorder is not None:
+                    recorder.close()
+
+
+class _Ended(KeyboardInterrupt):
+    """A signal asked for the end; `signal` is which."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.signal = signal.Signals(number)
+
+
+@contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """SIGTERM and SIGHUP raise _Ended meanwhile, unless they are ignored (nohup) or this is no main thread."""
+    kept: dict[int, Any] = {}
+
+    def end(number: int, _frame: object) -> None:
+        raise _Ended(number)
+
+    if threading.current_thread() is threading.main_thread():
+        for name in ("SIGTERM", "SIGHUP"):
+            number = getattr(signal, name, None)  # SIGHUP is not on every system
+            if number is not None and signal.getsignal(number) is signal.SIG_DFL:
+                kept[number] = signal.signal(number, end)
     try:
-        return session.run()
-    except KeyboardInterrupt:
-        talk.say("interrupted")
-        return 130
-    except BrokenPipeError:
-        _forget(data)
-        return 0
+        yield
     finally:
-        with suppress(KeyboardInterrupt):
-            batches.close()
-            engine.stop()
-            if recorder is not None:
-                recorder.close()
+        for number, handler in kept.items():
+            signal.signal(number, handler)
 
 
 class Session:

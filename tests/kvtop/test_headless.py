@@ -171,7 +171,12 @@ def test_ctrl_c_is_130_and_a_reader_that_went_away_is_quiet(monkeypatch: pytest.
         assert "Traceback" not in err.getvalue()
 
 
-def test_ctrl_c_in_the_middle_stops_the_engine_and_completes_the_recording(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("number", "want"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
+)
+def test_a_signal_in_the_middle_stops_the_engine_and_completes_the_recording(
+    tmp_path: Path, number: int, want: int
+) -> None:
     code = (
         "import sys; from pathlib import Path; from kvtop.headless import *; from kvtop.asks import *; "
         "from tests.demos.toy import build; from engine import EngineConfig\n"
@@ -187,8 +192,8 @@ def test_ctrl_c_in_the_middle_stops_the_engine_and_completes_the_recording(tmp_p
     )
     assert process.stdout is not None
     assert process.stdout.read(1), "the first word is out, the second waits for 30 s"
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     _, err = process.communicate(timeout=20)
-    assert process.returncode == 130
+    assert process.returncode == want
     assert "Traceback" not in err
     assert verify(tmp_path / "a.jsonl").violations == []
