@@ -501,12 +501,13 @@ def dashboard(
     recorder = Recorder(record, redact, request_snapshot=engine.request_snapshot)
     engine.subscribe(recorder)
     try:
-        return run_live(engine, options)
+        code = run_live(engine, options)
     finally:
         engine.stop()
         recorder.close()
         if recorder.problem is not None:
             print(safe_text(recorder.problem), file=sys.stderr)
+    return code or int(recorder.problem is not None)
 
 
 def has_terminal() -> bool:

@@ -59,7 +59,8 @@ def run(
     out: BinaryIO | None = None,
     err: TextIO | None = None,
 ) -> int:
-    """Answer `asks`. Returns the exit code: 0; 1 if the engine failed on the way; 2 if every request was
+    """Answer `asks`. Returns the exit code: 0; 1 if the engine failed on the way or
+    the recording ended early; 2 if every request was
     refused; 130 after ctrl+c, 143 after SIGTERM, 129 after SIGHUP. Raises SetupError when
     the engine cannot start or the recording cannot be written. build stands in for Engine's own (a toy in
     tests)."""
@@ -84,24 +85,25 @@ def run(
     data = out or sys.stdout.buffer
     session = Session(engine, batches, list(asks), wishes, data, talk)
     with _ended_by_signals():
+        code = 0
         try:
             engine.start()
-            return session.run()
+            code = session.run()
         except _Ended as ended:
             talk.say(f"ended by {ended.signal.name}")
-            return 128 + ended.signal
+            code = 128 + ended.signal
         except KeyboardInterrupt:
             talk.say("interrupted")
-            return 130
+            code = 130
         except BrokenPipeError:
             _forget(data)
-            return 0
         finally:
             with suppress(KeyboardInterrupt):
                 batches.close()
                 engine.stop()
                 if recorder is not None:
                     recorder.close()
+    return code or int(recorder is not None and recorder.problem is not None)
 
 
 class _Ended(KeyboardInterrupt):
@@ -178,7 +180,15 @@ class Session:
             self._write(json.dumps(self.state.summary()).encode() + b"\n")
         elif self._wishes.load is not None:
             self._write("".join(f"{line}\n" for line in figures(self.state)).encode())
-        return 1 if failed is not None else 2 if self._all_refused() else 0
+        if failed is not None:
+            return 1
+        if not self._all_refused():
+            return 0
+        if self._wishes.as_json or not self._ids:  # else each was told as it ended
+            views = self.state.requests.values()
+            why = next((v.error for v in views if v.finish_reason == "refused" and v.error), None)
+            self._talk.say(cut(f"every request was refused: {why or 'no reason given'}", 200))
+        return 2
 
     def _submit(self) -> None:
         ask = self._asks[len(self._ids)]

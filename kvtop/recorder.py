@@ -168,7 +168,7 @@ class Recorder:
             try:
                 work()
             except OSError as error:
-                self._give_up(error.strerror or str(error))
+                self._give_up(f"{error.strerror or error}; free space or record elsewhere")
 
     def _finish(self) -> None:
         if self._zip is not None:

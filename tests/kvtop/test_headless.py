@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import signal
@@ -14,11 +15,12 @@ import pytest
 
 from engine import EngineConfig, SamplingParams, SetupError
 from engine.config import EngineConfig as Config
-from engine.events import EngineStarted, EngineStopped, decode_batch
+from engine.events import EngineStarted, EngineStopped, StepBatch, decode_batch
 from engine.start import Built, Progress
 from engine.toy import ToyRunner
 from kvtop.asks import Ask
 from kvtop.headless import Wishes, run
+from kvtop.recorder import Recorder
 from kvtop.state import DashboardState
 from kvtop.verify import verify
 from tests.demos.toy import VOCAB, WordPieces, build
@@ -120,6 +122,25 @@ def test_one_refused_request_stands_in_the_list_and_all_refused_is_exit_2() -> N
     code, _, err = answer([too_long], Wishes(), config)
     assert code == 2
     assert "refused" in err
+    code, _, err = answer([too_long], Wishes(True, True), config)
+    assert code == 2
+    assert sum("refused" in line and "500 tokens" in line for line in err.splitlines()) == 1
+
+
+def test_a_recording_on_a_full_disk_is_exit_1_with_advice(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    real = Recorder._write
+
+    def full(self: Recorder, batches: list[StepBatch]) -> None:
+        real(self, batches)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Recorder, "_write", full)
+        code, out, err = answer([Ask("x", params=FIVE)], Wishes(record=path))
+    assert code == 1
+    assert out, "the answer is given all the same"
+    assert "No space left on device; free space or record elsewhere" in err
 
 
 def test_a_recording_of_a_run_verifies(tmp_path: Path) -> None:
