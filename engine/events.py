@@ -3,7 +3,7 @@
 Owns the types, their JSON form and nothing else; imports no torch. Two laws hold for every stream:
 replaying the seven pool events rebuilds ref counts, hashes, tables and the exact free-queue order at
 every step; and `seq` and `first_event` are contiguous, so that a missing batch or event is visible.
-A change of any field here bumps `SCHEMA`, regenerates the fixtures and is told in CHANGELOG.md.
+A change of any field here bumps `SCHEMA` and is told in CHANGELOG.md.
 """
 
 from __future__ import annotations
