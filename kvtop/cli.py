@@ -198,6 +198,7 @@ def run(
     threads: Threads = None,
 ) -> int:
     """A live model, or a simulated one: the dashboard, or headless answers."""
+    need_record(ctx, record)
     config = engine_config(ctx.params)
     simulated = simulation(simulate, on, weights, kv_cache_dtype, speed, live=model)
     workload = None
@@ -237,6 +238,10 @@ def run(
                 "no prompt and no terminal: give --prompt TEXT, --prompts FILE or --load NAME, "
                 "or start kvtop in a terminal"
             )
+        if theme is not None and is_typed(ctx, "theme"):  # not used here, but wrong all the same
+            from kvtop import themes
+
+            themes.find(theme)
         from kvtop.headless import Wishes
         from kvtop.headless import run as answer
 
@@ -298,6 +303,7 @@ def demo(
     """A scripted scene that drives a real engine and checks what it shows."""
     from kvtop import demo as demos
 
+    need_record(ctx, record)
     if name == "list":
         print(demos.listing(json))
         return 0
@@ -313,7 +319,7 @@ def demo(
 @app.command()
 def shot(
     file: File,
-    out: Annotated[Path, opt("Where to write it.", "-o", "--out", metavar="FILE")],
+    out: Annotated[Path, opt("Where to write it; - is stdout.", "-o", "--out", metavar="FILE")],
     at: Annotated[float | None, opt("Second of the recording; its end without.", "--at")] = None,
     size: Annotated[str, opt("Columns x rows.", "--size")] = "100x30",
     theme: Theme = None,
@@ -336,7 +342,8 @@ def shot(
         format=format,
         out=out,
     )
-    print(path, file=sys.stderr)
+    if str(out) != "-":
+        print(path, file=sys.stderr)
     return 0
 
 
@@ -442,6 +449,18 @@ def engine_config(params: dict[str, Any]) -> EngineConfig:
     if memory is not None:
         known["kv_cache_memory"] = parse_size(memory, "--kv-cache-memory")
     return EngineConfig(**known)
+
+
+def is_typed(ctx: typer.Context, name: str) -> bool:
+    """The option is a word of this command line, not a setting for all of them."""
+    source = ctx.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
+
+
+def need_record(ctx: typer.Context, record: Path | None) -> None:
+    """Raises SetupError where --redact is typed and there is nothing to redact."""
+    if record is None and is_typed(ctx, "redact"):
+        raise SetupError("--redact without --record: there is no recording to redact; add --record FILE")
 
 
 def show_options(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -56,7 +57,8 @@ def shot(
     """Writes the picture to `out` and returns its path.
 
     at: seconds since the recording's start; None or beyond the end is its last moment. motion: False
-    shows a hit whole, not in mid-sweep. format: one of FORMATS, None goes by the ending of `out`. Raises
+    shows a hit whole, not in mid-sweep. format: one of FORMATS, None goes by the ending of `out`. `out` "-"
+    is stdout. Raises
     SetupError (one line) for whatever cannot be read, found or written.
     """
     path = Path(out)
@@ -65,7 +67,13 @@ def shot(
         raise PictureError(f"which format? give --format {'|'.join(FORMATS)}, or end the file's name in one")
     data = picture(recording, at=at, size=size, theme=theme, view=view, motion=motion, format=kind)
     try:
-        path.write_bytes(data)
+        if str(out) == "-":
+            sys.stdout.buffer.write(data)
+            sys.stdout.buffer.flush()
+        else:
+            path.write_bytes(data)
+    except BrokenPipeError:
+        raise
     except OSError as error:
         raise SetupError(
             cut(f"{safe_text(str(path))}: cannot be written: {error.strerror or error}", 200)

@@ -73,6 +73,8 @@ def invoke(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, st
         ["--model", "/no/such/folder", "--prompt", "x"],
         ["--record", "/no/such/folder/x.jsonl", "--prompt", "x"],
         ["--view", "sideways"],
+        ["--redact", "--prompt", "x"],
+        ["--headless", "--theme", "nosuch", "--prompt", "x"],
         ["--slow", "-1"],
         ["--prompt"],
         ["--theme", "\x1b[31mred\nnews", "--bogus"],
@@ -201,6 +203,16 @@ def test_flag_over_environment_over_file_over_default(
     assert code == 2
     assert "config.toml:1" in err
     assert "num_blocks" in err
+
+
+def test_settings_for_other_runs_do_not_stop_this_one(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvtop.headless.run", lambda config, asks, wishes: 0)
+    monkeypatch.setenv("KVTOP_REDACT", "1")
+    monkeypatch.setenv("KVTOP_THEME", "nosuch")
+    assert invoke(capsys, "--prompt", "x")[0] == 0
+    assert invoke(capsys, "--prompt", "x", "--redact")[0] == 2
 
 
 def test_a_prompt_in_the_environment_is_one_prompt(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -107,6 +109,14 @@ def test_bad_input_is_one_line(
         shot(recording, size=(20, 5), out=out, **what)  # type: ignore[arg-type]
     assert len(str(caught.value)) <= 200
     assert "\n" not in str(caught.value)
+
+
+def test_a_dash_is_stdout(recording: Path) -> None:
+    for kind in ("txt", "svg", "png"):
+        args = ["shot", str(recording), "-o", "-", "--format", kind, "--size", "20x5"]
+        done = subprocess.run([sys.executable, "-m", "kvtop", *args], capture_output=True, check=True)
+        assert done.stdout == picture(recording, size=(20, 5), format=kind)
+        assert done.stderr == b""
 
 
 def test_no_recording_is_one_line(tmp_path: Path) -> None:
