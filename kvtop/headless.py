@@ -8,6 +8,7 @@ reader that went away) the engine is stopped and a recording closed.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import sys
@@ -19,13 +20,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
-from engine import Engine, EngineConfig, Simulation, Workload
+from engine import Engine, EngineConfig, SetupError, Simulation, Workload
 from engine.events import EngineStarted, ModelLoading, RequestFinished, StepBatch, encode_batch
 from kvtop.asks import Ask
 from kvtop.pipe import Pipe
 from kvtop.recorder import Recorder
 from kvtop.requests import RequestView
 from kvtop.series import percentile
+from kvtop.settings import log_file
 from kvtop.state import DashboardState
 from kvtop.text import cut, safe_text
 from kvtop.units import NONE, count, duration, percent, rate, size
@@ -84,7 +86,7 @@ def run(
         engine.subscribe(recorder)
     data = out or sys.stdout.buffer
     session = Session(engine, batches, list(asks), wishes, data, talk)
-    with _ended_by_signals():
+    with _ended_by_signals(), _logged():
         code = 0
         try:
             engine.start()
@@ -104,6 +106,41 @@ def run(
                 if recorder is not None:
                     recorder.close()
     return code or int(recorder is not None and recorder.problem is not None)
+
+
+class _Log(logging.FileHandler):
+    """The dashboard's log file, made when there is something to write."""
+
+    told = False
+    """Something was written."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Quiet where the file cannot be written."""
+        with suppress(OSError):
+            Path(self.baseFilename).parent.mkdir(parents=True, exist_ok=True)
+            super().emit(record)
+            self.told = True
+
+
+@contextmanager
+def _logged() -> Iterator[None]:
+    """What `engine` and `kvtop` log goes to the log file, which a SetupError then names."""
+    log = _Log(log_file(), delay=True, encoding="utf-8")
+    log.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
+    loggers = [logging.getLogger(name) for name in ("engine", "kvtop")]
+    for logger in loggers:
+        logger.addHandler(log)
+    try:
+        yield
+    except SetupError as error:
+        if not log.told:
+            raise
+        see = f"; see {log.baseFilename}"
+        raise SetupError(cut(str(error), max(40, 190 - len(see))) + see) from None
+    finally:
+        for logger in loggers:
+            logger.removeHandler(log)
+        log.close()
 
 
 class _Ended(KeyboardInterrupt):

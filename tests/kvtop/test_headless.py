@@ -161,6 +161,19 @@ def test_a_start_that_fails_is_a_setup_error() -> None:
         answer([Ask("x")], Wishes(), build=absent)
 
 
+def test_a_start_that_crashes_is_one_line_that_names_the_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvtop.headless.log_file", lambda: tmp_path / "state" / "kvtop.log")
+
+    def crash(config: EngineConfig, progress: Progress) -> Built:
+        raise RuntimeError("unforeseen")
+
+    with pytest.raises(SetupError, match=r"unforeseen.*; see .*kvtop\.log"):
+        answer([Ask("x")], Wishes(), build=crash)
+    assert "Traceback" in (tmp_path / "state" / "kvtop.log").read_text()
+
+
 def test_an_engine_that_breaks_on_the_way_says_so() -> None:
     class Broken(ToyRunner):
         def step_budget(self, max_num_batched_tokens: int, context: int) -> int:
