@@ -3,14 +3,16 @@
 Owns the list of what is asked for and the translation of the hub's errors into one line. All files
 come from one revision. One look at the metadata of every file comes first: it says what exists, what is
 allowed and how much there is to fetch, so progress is real and a refusal comes before any download.
-Without a network a complete copy in the cache is used as it is.
+Without a network a complete copy in the cache is used as it is. What the library would print is silenced.
 """
 
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import shutil
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +59,7 @@ class _Fetch:
     """One fetch of one repository: what is wanted, how far it is."""
 
     def __init__(self, repo: str, revision: str | None, report: Progress) -> None:
+        _silence()
         self.repo, self.revision, self.report = repo, revision, report
         self.endpoint = os.environ.get("HF_ENDPOINT", constants.ENDPOINT).rstrip("/")
         self.total = self.done = 0
@@ -170,9 +173,23 @@ class _Fetch:
         free = shutil.disk_usage(self.folder).free
         if need > free:
             raise SetupError(
-                f"disk full: {self.repo} needs {need / 1e9:.1f} GB, {free / 1e9:.1f} GB are free in "
+                f"disk full: {self.repo} needs {_size(need)}, {_size(free)} are free in "
                 f"{shorten(constants.HF_HUB_CACHE, 50)}; free some or set HF_HOME"
             )
+
+
+def _silence() -> None:
+    """Of huggingface_hub, from here on: its log and its warnings, which would stand around our one line."""
+    logging.getLogger("huggingface_hub").setLevel(logging.CRITICAL)
+    warnings.filterwarnings("ignore", module="huggingface_hub")
+
+
+def _size(n: int) -> str:
+    """Bytes as the hub counts them: 1.2 GB, 980 bytes."""
+    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if n >= scale:
+            return f"{n / scale:,.1f} {unit}"
+    return f"{n} bytes"
 
 
 def _bar(fetch: _Fetch) -> Any:
@@ -213,7 +230,7 @@ def _explain(error: BaseException, fetch: _Fetch) -> SetupError:
             f"no network: cannot reach {host}, and {repo} is not in the cache; connect and run it again"
         )
     if isinstance(error, httpx2.TransportError):
-        at = f" at {fetch.done / 1e6:.0f} of {fetch.total / 1e6:.0f} MB" if fetch.total else ""
+        at = f" at {_size(fetch.done)} of {_size(fetch.total)}" if fetch.total else ""
         return SetupError(f"the connection to {host} was cut{at}; run the same command again")
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return SetupError(f"disk full in {shorten(constants.HF_HUB_CACHE, 60)}; free some or set HF_HOME")

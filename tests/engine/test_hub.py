@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import errno
+import os
 import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -101,6 +104,28 @@ def test_a_connection_that_is_always_cut(server: Hub, tmp_path: Path) -> None:
     fails("org/tiny", "was cut", "run the same command again")
 
 
+def test_of_a_connection_that_stays_cut_the_terminal_sees_one_line(server: Hub, tmp_path: Path) -> None:
+    save(tmp_path / "model", "Llama")
+    server.repos["org/tiny"] = tmp_path / "model"
+    server.cuts["model.safetensors"] = [0] * 1000
+    code = (
+        "import sys, time; time.sleep = lambda seconds: None; "  # huggingface_hub's between attempts
+        "from kvtop.cli import invoke; sys.exit(invoke(sys.argv[1:]))"
+    )
+    words = ["--headless", "--once", "--prompt", "x", "--model", "org/tiny"]
+    done = subprocess.run(
+        [sys.executable, "-c", code, *words],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "HF_ENDPOINT": server.url, "HF_HUB_CACHE": str(tmp_path / "hub")},
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert len(done.stderr) <= 201 and done.stderr.count("\n") == 1, done.stderr
+    assert "was cut" in done.stderr
+
+
 @pytest.mark.parametrize(
     ("status", "code", "words"),
     [
@@ -147,7 +172,7 @@ def test_disk_full(server: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     server.repos["org/tiny"] = tmp_path / "model"
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
-        fails("org/tiny", "disk full", "HF_HOME")
+        fails("org/tiny", "disk full", " kB, 1.0 kB are free in", "HF_HOME")
 
     def full(*args: Any, **kwargs: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
