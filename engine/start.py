@@ -46,9 +46,11 @@ class Built:
 
 def build(config: EngineConfig, progress: Progress) -> Built:
     """Resolve, load, pack, size, warm up. Raises SetupError."""
-    from engine import hub, tokenizer, torch_runner
+    from engine import hub
 
     files = hub.resolve(config.model, revision=config.revision, progress=progress)
+    from engine import tokenizer, torch_runner  # torch, which a wrong name must not wait for
+
     text = tokenizer.load(files)
     runner = torch_runner.build(config, progress, files)
     model = runner.model.config

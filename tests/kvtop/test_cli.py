@@ -101,7 +101,15 @@ def test_no_terminal_and_no_prompt_is_exit_2_with_a_hint() -> None:
 
 
 def test_help_and_the_list_of_demos_start_fast_and_import_neither_torch_nor_textual() -> None:
-    for args in (["--help"], ["demo", "list"], ["run", "--help"], ["--version"], ["verify", "/nope"]):
+    wrong_path = ["run", "--headless", "--once", "--prompt", "x", "--model", "./no/such/model"]
+    for args in (
+        ["--help"],
+        ["demo", "list"],
+        ["run", "--help"],
+        ["--version"],
+        ["verify", "/nope"],
+        wrong_path,
+    ):
         code = (
             "import sys; from kvtop.cli import invoke; invoke(sys.argv[1:]); "
             "bad = {'torch', 'textual', 'transformers'} & set(sys.modules); "
