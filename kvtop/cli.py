@@ -596,7 +596,7 @@ def invoke(args: Sequence[str]) -> int:
         _forget_stdout()
         return 0
     except (SetupError, TyperException) as error:
-        text = error.format_message() if isinstance(error, TyperException) else str(error)
+        text = _said(error) if isinstance(error, TyperException) else str(error)
         return _wrong(text)
     except OSError as error:
         return _wrong(f"{error.filename or 'the system'}: {error.strerror or error}")
@@ -621,6 +621,26 @@ def _whole_value(parameter: Any, context: Any) -> list[str] | None:
 def _forget_stdout() -> None:
     """Nobody reads it any more: what is still buffered must not fail again at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+
+
+_TAKES = {"int": "a whole number", "float": "a number", "bool": "true or false"}
+"""By the first word of what pydantic, which typer asks, calls its errors: int_parsing, bool_type."""
+
+
+def _said(error: TyperException) -> str:
+    """What was wrong, in words of our own where typer hands on pydantic's: the option and what it takes."""
+    option, details = getattr(error, "param", None), getattr(error.__cause__, "errors", None)
+    if option is None or details is None:
+        return error.format_message()
+    first = details()[0]
+    _, _, choices = first["msg"].partition(" is not one of ")
+    takes = _TAKES.get(first["type"].partition("_")[0])
+    if choices:
+        takes = choices.replace("'", "").rstrip(".")
+    name = max(option.opts, key=len) + (f" ({option.envvar})" if option.envvar else "")
+    if takes is None:
+        return f"{name}: {first['msg'].removeprefix('Value error, ')}"
+    return f"{name} takes {takes}, not {cut(safe_text(str(first['input'])), 30)!r}"
 
 
 def _wrong(text: str) -> int:

@@ -213,6 +213,21 @@ def test_flag_over_environment_over_file_over_default(
     assert "num_blocks" in err
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--max-tokens", "abc"), "--max-tokens (KVTOP_MAX_TOKENS) takes a whole number, not 'abc'"),
+        (("--max-tokens", "1.5"), "--max-tokens (KVTOP_MAX_TOKENS) takes a whole number, not '1.5'"),
+        (("--watermark", "x"), "--watermark (KVTOP_WATERMARK) takes a number, not 'x'"),
+        (("--ops", "foo"), "--ops (KVTOP_OPS) takes auto, reference, cpu, triton, not 'foo'"),
+    ],
+)
+def test_a_value_of_another_kind_is_told_in_words_of_our_own(
+    words: tuple[str, str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert invoke(capsys, "--prompt", "x", *words) == (2, "", f"kvtop: {said}\n")
+
+
 def test_settings_for_other_runs_do_not_stop_this_one(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
