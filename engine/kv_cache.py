@@ -114,13 +114,19 @@ def plan_size(
     return CacheSize(*shape, blocks, scale)
 
 
-def check_cpu_memory(weights: int, cache: CacheSize | None, free: int | None) -> None:
-    """Raises SetupError with the sum if weights and cache (both in bytes) exceed what is free."""
+def check_cpu_memory(
+    weights: int, cache: CacheSize | None, free: int | None, *, by_blocks: bool = False
+) -> None:
+    """Raises SetupError with the sum if weights and cache (both in bytes) exceed what is free.
+
+    by_blocks: the cache is as large as --num-blocks says, not --kv-cache-memory.
+    """
     kv = cache.num_blocks * cache.bytes_per_block if cache else 0
     if free is not None and weights + kv > free:
+        lower = f"lower --{'num-blocks' if by_blocks else 'kv-cache-memory'} or " if cache else ""
         raise SetupError(
             f"too little memory: weights {size(weights)} + KV {size(kv)} = {size(weights + kv)}, "
-            f"free {size(free)}; lower --kv-cache-memory or take a smaller model"
+            f"free {size(free)}; {lower}take a smaller model"
         )
 
 

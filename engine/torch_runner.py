@@ -146,7 +146,8 @@ class TorchRunner:
         if device.type == "cpu":
             loaded, free = sum(t.nbytes for t in weights.values()), cpu_free_bytes()
             cache_size = plan_size(model_config, config, dtype)
-            check_cpu_memory(loaded, cache_size, None if free is None else free + loaded)
+            free = None if free is None else free + loaded
+            check_cpu_memory(loaded, cache_size, free, by_blocks=config.num_blocks is not None)
         return cls.over(Decoder(model_config, weights, ops, longest, progress), config, progress)
 
     @classmethod
@@ -160,7 +161,8 @@ class TorchRunner:
         memory = None if ops.device.type == "cpu" else _profile_gpu(model, config)
         cache_size = plan_size(model.config, config, ops.dtype, memory)
         if ops.device.type == "cpu":
-            check_cpu_memory(0, cache_size, cpu_free_bytes())
+            by_blocks = config.num_blocks is not None
+            check_cpu_memory(0, cache_size, cpu_free_bytes(), by_blocks=by_blocks)
         runner = cls(model, cache_size, clamp_model_len(config.max_model_len, longest, cache_size), config)
         progress(1, 1, f"KV: {cache_size}")
         runner.warm_up()

@@ -70,8 +70,12 @@ def test_too_little_memory_is_told_with_the_sum(monkeypatch: pytest.MonkeyPatch)
         check_cpu_memory(256 << 20, cache, 400 << 20)
     assert len(str(e.value)) <= 200
     monkeypatch.setattr(torch_runner, "cpu_free_bytes", lambda: 1000)
-    with pytest.raises(SetupError, match="too little memory"):
-        runner()
+    with pytest.raises(SetupError, match=r"too little memory.*; lower --num-blocks or"):
+        runner(replace(CPU64, num_blocks=64))
+    with pytest.raises(SetupError, match=r"too little memory.*; lower --kv-cache-memory or"):
+        runner(replace(CPU64, num_blocks=None))
+    with pytest.raises(SetupError, match=r"KV 0 bytes.*; take a smaller model"):
+        check_cpu_memory(256 << 20, None, 0)
     with pytest.raises(SetupError, match="KV needs 1,002 TiB"):
         kv_cache.allocate(CacheSize(1000, 1024, 512, 2, 1024, 513), torch.device("cpu"), torch.bfloat16)
 
