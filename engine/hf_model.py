@@ -29,6 +29,18 @@ from engine.ops.reference import ReferenceOps, attend
 NAME = "kvtop"
 NOTICE = "runs through transformers: slower, no fused ops"
 
+INSTEAD = "take another model; Llama, Mistral, Qwen, Gemma, Phi-3, OLMo and GPT-2 run"
+"""What a refusal advises."""
+
+_STATE = "keeps a state instead of K and V, which is not implemented"
+_NO_WAY_IN = "transformers gives no way into its attention"
+_UNPAGED = {
+    **dict.fromkeys(("mamba", "mamba2", "falcon_mamba", "rwkv", "xlstm"), _STATE),
+    **dict.fromkeys(("bloom", "falcon", "gpt_neo", "mpt"), _NO_WAY_IN),
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3"), "latent attention (MLA) is not implemented"),
+}
+"""By model_type, what need not be loaded to be refused; others are found out while loading."""
+
 _PLAIN = {"position_ids", "cache_position", "position_embeddings"}
 """Tensors that transformers hands to an attention function and that change nothing in it."""
 
@@ -70,17 +82,15 @@ def _attention(
     name, c = step.model.config.architecture, step.model.config
     for what, given in more.items():
         if isinstance(given, Tensor) and what not in _PLAIN:
-            raise SetupError(f"{name}: attention with {what:.40} is not implemented")
+            raise _refusal(name, f"attention with {what:.40} is not implemented")
     expected = (c.num_kv_heads, query.shape[2], c.head_dim)
     if tuple(key.shape[1:]) != expected or tuple(value.shape[1:]) != expected:
         shapes = f"{list(key.shape[1:])} and {list(value.shape[1:])}"
-        raise SetupError(
-            f"{name}: K and V of {shapes} are not implemented, only [{c.num_kv_heads}, T, {c.head_dim}]"
-        )
+        raise _refusal(name, f"K and V of {shapes} are not implemented")
     if attention_mask is not None and attention_mask.shape != (1, 1, 1, 1):
-        raise SetupError(f"{name}: its own attention mask is not implemented")
+        raise _refusal(name, "its own attention mask is not implemented")
     if not getattr(module, "is_causal", True):
-        raise SetupError(f"{name}: attention that is not causal is not implemented")
+        raise _refusal(name, "attention that is not causal is not implemented")
     layer = int(getattr(module, "layer_idx", -1))
     step.seen.add(layer)
     kv, b = step.cache[layer], step.batch
@@ -118,10 +128,8 @@ class HfModel:
         finally:
             _current.reset(token)
         if step.seen != set(range(self.config.num_layers)):
-            raise SetupError(
-                f"{self.config.architecture}: {len(step.seen)} of {self.config.num_layers} layers attend through "
-                "transformers' AttentionInterface; the others are not implemented"
-            )
+            some = f"only {len(step.seen)} of {self.config.num_layers} layers attend in a way that is implemented"
+            raise _refusal(self.config.architecture, some)
         return logits if self._picks_rows else logits[batch.logit_rows]
 
 
@@ -132,14 +140,14 @@ def load(
     files: ModelFiles, device: torch.device, dtype: torch.dtype, progress: Callable[[int, int, str], None]
 ) -> HfModel:
     """The model of `files`. Raises SetupError: what transformers does not know or we cannot page."""
+    raw = files.config or {}
+    name = _name(raw)
+    refuse(raw)
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()  # it would paint over the dashboard
-    raw = files.config or {}
-    name = _name(raw)
-    refuse(raw)
     register()
     progress(0, 1, f"loading {files.name}: {NOTICE}")
     if device.type == "cpu":
@@ -153,7 +161,9 @@ def load(
     except SetupError:
         raise
     except (ValueError, KeyError, ImportError, OSError, RuntimeError) as e:
-        raise SetupError(f"{name}: neither kvtop nor transformers runs it: {e!s:.120}") from e
+        raise _refusal(
+            name, f"neither kvtop nor transformers runs it ({' '.join(str(e).split()):.50})"
+        ) from e
     progress(1, 1, f"loading {files.name}: {NOTICE}")
     return HfModel(config, hf, device, dtype)
 
@@ -172,9 +182,15 @@ def _name(config: Mapping[str, Any]) -> str:
     return str(named[0] if isinstance(named, list) and named else config.get("model_type"))[:60]
 
 
+def _refusal(name: str, why: str) -> SetupError:
+    return SetupError(f"{name:.40}: {why:.75}; {INSTEAD}")
+
+
 def refuse(config: Mapping[str, Any]) -> None:
-    """Raises SetupError for a config.json that names what this path would compute wrongly."""
+    """Raises SetupError for a config.json that names what this path would compute wrongly or not at all."""
     name = _name(config)
+    if why := _UNPAGED.get(str(config.get("model_type"))):
+        raise _refusal(name, why)
     refuse_quantised(config)
     for key in ("vision_config", "audio_config", "speech_config"):
         if config.get(key):
@@ -182,18 +198,18 @@ def refuse(config: Mapping[str, Any]) -> None:
     if config.get("auto_map"):
         raise SetupError(f"{name} brings code of its own (auto_map), which kvtop never runs")
     if config.get("use_bidirectional_attention"):
-        raise SetupError(f"{name}: attention in both directions is not implemented")
+        raise _refusal(name, "attention in both directions is not implemented")
     kinds = config.get("layer_types") or ()
     other = {str(k) for k in kinds} - {"full_attention", "sliding_attention"}
     if config.get("attention_chunk_size"):
         other.add("chunked_attention")
     if other:
-        raise SetupError(f"{name}: {', '.join(sorted(other))!s:.60} layers are not implemented")
+        raise _refusal(name, f"{', '.join(sorted(other)):.45} layers are not implemented")
     shape = KvShape.from_config(config)
     if shape.attention == "latent":
-        raise SetupError(f"{name}: latent attention (MLA) is not implemented")
+        raise _refusal(name, "latent attention (MLA) is not implemented")
     if shape.holding_layers != shape.layers:
-        raise SetupError(f"{name}: layers that share or keep no KV are not implemented")
+        raise _refusal(name, "layers that share or keep no KV are not implemented")
 
 
 def model_config(hf_config: Any, raw: Mapping[str, Any], files: ModelFiles) -> ModelConfig:
@@ -202,9 +218,9 @@ def model_config(hf_config: Any, raw: Mapping[str, Any], files: ModelFiles) -> M
 
     name = _name(raw)
     if type(hf_config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise SetupError(f"{name} is no causal language model for transformers")
+        raise _refusal(name, "no causal language model for transformers")
     if not MODEL_FOR_CAUSAL_LM_MAPPING[type(hf_config)]._supports_attention_backend:
-        raise SetupError(f"{name}: transformers gives no way into its attention")
+        raise _refusal(name, _NO_WAY_IN)
     shape = KvShape.from_config({**hf_config.to_dict(), **raw})
     heads, hidden = shape.heads, hf_config.hidden_size
     config = ModelConfig(

@@ -239,6 +239,9 @@ BASE = {"architectures": ["GemmaForCausalLM"], "model_type": "gemma", **COMMON}
         ({"is_encoder_decoder": True}, "encoder-decoder"),
         ({"kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 4}, "latent"),
         ({"num_kv_shared_layers": 2}, "share or keep no KV"),
+        ({"model_type": "mamba"}, "keeps a state.*; take another model; Llama"),
+        ({"model_type": "falcon"}, "no way into its attention; take another model; Llama"),
+        ({"model_type": "deepseek_v3"}, "MLA.*; take another model; Llama"),
         ({"quantization_config": {"quant_method": "awq"}}, "quantised"),
     ],
 )
@@ -255,7 +258,10 @@ def test_what_would_come_out_wrong_is_refused_by_name(more: dict[str, Any], said
             {"model_type": "quokka", "architectures": ["QuokkaForCausalLM"]},
             "QuokkaForCausalLM: neither kvtop nor",
         ),
-        ({"model_type": "bloom", "architectures": ["BloomForCausalLM"], "n_layer": 2, "n_head": 2}, "Bloom"),
+        (
+            {"model_type": "bloom", "architectures": ["BloomForCausalLM"], "n_layer": 2, "n_head": 2},
+            "Bloom.*no way",
+        ),
         (
             {
                 "model_type": "gpt_oss",
@@ -271,7 +277,10 @@ def test_what_would_come_out_wrong_is_refused_by_name(more: dict[str, Any], said
     ],
     ids=["unknown", "no way in", "sinks"],
 )
-def test_what_cannot_be_paged_is_refused_by_name(config: dict[str, Any], said: str, tmp_path: Path) -> None:
+def test_what_cannot_be_paged_is_refused_by_name(
+    config: dict[str, Any], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hf_model, "_UNPAGED", {})  # as a model_type of which nothing is known
     whole = COMMON | config
     if whole["model_type"] != "quokka":
         model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**whole))
