@@ -176,10 +176,6 @@ class BlockPool:
         """Hash this block is findable under, 16 bytes."""
         return self._hash[block]
 
-    def is_writable(self, block: int) -> bool:
-        """A block may be scheduled for writing only while one table holds it and it has no hash."""
-        return self._ref[block] == 1 and self._hash[block] is None
-
     def eviction_order(self) -> list[int]:
         """The whole queue, next out first. O(queue)."""
         return list(self._queue)

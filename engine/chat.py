@@ -66,11 +66,6 @@ class Conversation:
         self._held: _Held | None = None
         self._asked: tuple[_Piece, _Held] | None = None
 
-    @property
-    def num_turns(self) -> int:
-        """Committed turns."""
-        return sum(piece.role == "assistant" for piece in self._pieces)
-
     def turn(self, text: str) -> Turn:
         """The prompt that asks `text` after all that is committed. ValueError where the template raises."""
         question = _Piece("user", text)

@@ -98,10 +98,6 @@ class ModelConfig:
 
         return from_gguf(metadata, shapes, rope_factors, name)
 
-    def kv_bytes_per_token(self, bytes_per_value: int) -> int:
-        """layers x kv heads x head dim x 2 (K and V) x bytes."""
-        return self.num_layers * self.num_kv_heads * self.head_dim * 2 * bytes_per_value
-
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:

@@ -141,11 +141,6 @@ class SamplingParams:
         )
 
     @property
-    def is_greedy(self) -> bool:
-        """True if every step takes the most likely token (call on resolved params)."""
-        return not self.temperature or self.top_k == 1
-
-    @property
     def counts_tokens(self) -> bool:
         """A penalty asks which tokens came up before."""
         return self.repetition_penalty != 1 or bool(self.presence_penalty or self.frequency_penalty)

@@ -121,7 +121,6 @@ def test_a_turn_without_an_answer_leaves_no_trace(chatml: Tokenizer) -> None:
     chat.turn("something else")
     chat.commit(chatml.encode("nan"), "nan", "error")
     chat.commit(chatml.encode("twice"), "twice", "stop")
-    assert chat.num_turns == 1
     assert chat.turn("b").token_ids == want
     assert want[: len(first.token_ids)] == first.token_ids
 

@@ -562,7 +562,7 @@ def test_model_defaults_fill_what_a_request_leaves_open() -> None:
     rig = Rig(defaults={"do_sample": True, "temperature": 0.6, "top_k": 20})
     request = rig.add(prompt(5), 1, temperature=None)
     assert (request.params.temperature, request.params.top_k, request.params.top_p) == (0.6, 20, 1.0)
-    assert rig.add(prompt(5), 1, temperature=0).params.is_greedy
+    assert rig.add(prompt(5), 1, temperature=0).params.temperature == 0
     with pytest.raises(SetupError, match="sampling defaults are wrong: top_k must be"):
         Rig(defaults={"do_sample": True, "top_k": -1})
 

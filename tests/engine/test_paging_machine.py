@@ -67,7 +67,8 @@ class PagingMachine(RuleBasedStateMachine):
             assert (self.pool.eviction_order(), len(self.pool.events), seq.table) == before
             return
         first, last = seq.num_computed // BLOCK, (end - 1) // BLOCK
-        assert all(self.pool.is_writable(b) for b in seq.table[first : last + 1])
+        written = seq.table[first : last + 1]  # by one sequence alone, and not findable yet
+        assert all(self.pool.ref(b) == 1 and self.pool.hash_of(b) is None for b in written)
         self.paging.publish(seq, min(end, seq.num_known))
         self.pending[seq] = end
 

@@ -80,16 +80,16 @@ def test_bad_words_are_words_at_the_start_and_after_a_space() -> None:
 def test_without_model_defaults_a_request_is_greedy() -> None:
     for defaults in ({}, {"temperature": 0.6, "top_k": 20}, {"do_sample": False, "temperature": 0.6}):
         p = SamplingParams().resolved(defaults, seed=5)
-        assert (p.temperature, p.top_k, p.top_p, p.seed) == (0.0, 0, 1.0, 5) and p.is_greedy
+        assert (p.temperature, p.top_k, p.top_p, p.seed) == (0.0, 0, 1.0, 5)
 
 
 def test_a_model_that_samples_fills_what_is_left_open() -> None:
     model = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95}
     p = SamplingParams(top_k=0, seed=9).resolved(model, seed=5)
-    assert (p.temperature, p.top_k, p.top_p, p.seed) == (0.6, 0, 0.95, 9) and not p.is_greedy
+    assert (p.temperature, p.top_k, p.top_p, p.seed) == (0.6, 0, 0.95, 9)
     assert SamplingParams().resolved({"do_sample": True}, 1).temperature == 1.0
-    assert SamplingParams(temperature=0).resolved(model, 1).is_greedy
-    assert SamplingParams(top_k=1).resolved(model, 1).is_greedy
+    assert SamplingParams(temperature=0).resolved(model, 1).temperature == 0
+    assert SamplingParams(top_k=1).resolved(model, 1).top_k == 1
 
 
 def test_a_generation_config_with_null_in_it_means_its_defaults() -> None:
