@@ -3,7 +3,8 @@
 Owns the types, their JSON form and nothing else; imports no torch. Two laws hold for every stream:
 replaying the seven pool events rebuilds ref counts, hashes, tables and the exact free-queue order at
 every step; and `seq` and `first_event` are contiguous, so that a missing batch or event is visible.
-A change of any field here bumps `SCHEMA` and is told in CHANGELOG.md.
+New types and new fields with a default, which a reader may skip, keep `SCHEMA`; a field that is removed,
+renamed or means something else bumps it. Either is told in CHANGELOG.md.
 """
 
 from __future__ import annotations
