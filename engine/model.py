@@ -1,7 +1,7 @@
 """Decoder: one transformer decoder for Llama, Mistral, SmolLM2, Qwen2 and Qwen3.
 
-Owns the order of the blocks; what differs between the families is ModelConfig's flags, how it is
-computed is the ops' matter. Logits are made only for the rows that sample.
+Owns its weights, under their HF names; what differs between the families is ModelConfig's flags, how it
+is computed is the ops' matter. Logits are made only for the rows that sample.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from engine.config import ModelConfig
 from engine.layers import Weights, attention_weights, mlp_weights, rope_table, take, take_linear
-from engine.ops.base import Ops, State, StepInput, StepPlan
+from engine.ops.base import DecoderWeights, Ops, StepInput, StepPlan
 from engine.ops.fp8 import Kv
 from engine.ops.weights import Quantization, linear_bytes
 
@@ -55,16 +55,13 @@ class Decoder:
         untied = not c.tie_word_embeddings and "lm_head.weight" in weights
         head = take_linear(weights, "lm_head.weight", (c.vocab_size, c.hidden_size)) if untied else embed
         weights.pop("lm_head.weight", None)
-        self.embed = embed.to(ops.device, ops.dtype).contiguous()
-        """[vocab, hidden]"""
-        self.blocks = []
+        embedding = embed.to(ops.device, ops.dtype).contiguous()
+        layers = []
         for layer in range(c.num_layers):
-            self.blocks.append(
-                (attention_weights(ops, c, weights, layer), mlp_weights(ops, c, weights, layer))
-            )
+            layers.append((attention_weights(ops, c, weights, layer), mlp_weights(ops, c, weights, layer)))
             progress(layer + 1, c.num_layers, "packing layers")
-        self.norm = ops.vector(take(weights, "model.norm.weight", (c.hidden_size,)))
-        self.head = ops.pack_head(head)
+        norm = ops.vector(take(weights, "model.norm.weight", (c.hidden_size,)))
+        self.weights = DecoderWeights(embedding, layers, norm, ops.pack_head(head), c.rms_norm_eps)
         self.weights_bytes = weight_bytes(c, ops.dtype.itemsize, ops.quantization)
         self.rope = rope_table(c, positions, ops.device)
 
@@ -77,18 +74,7 @@ class Decoder:
 
     def compute(self, plan: StepPlan, cache: Kv) -> Tensor:
         """`forward` of a step that is planned."""
-        batch = plan.batch
-        state: State = (None, self.ops.embed(self.embed, batch.token_ids))
-        for layer, (attention, mlp) in enumerate(self.blocks):
-            state = self.ops.attention_block(state, attention, cache[layer], plan)
-            state = self.ops.mlp_block(state, mlp, plan)
-        delta, residual = state
-        rows = batch.logit_rows
-        if len(rows) != len(residual):
-            residual = residual[rows]
-            delta = None if delta is None else delta[rows]
-        hidden, _ = self.ops.add_rms_norm(delta, residual, self.norm, self.config.rms_norm_eps)
-        return self.ops.logits(hidden, self.head)
+        return self.ops.decoder(self.weights, cache, plan)
 
 
 def weight_bytes(c: ModelConfig, bytes_per_value: int, to: Quantization | None = None) -> int:

@@ -1,8 +1,8 @@
 """Ops: the only seam that knows the device.
 
 Owns the names of a decoder's operations, the shapes that pass between them, and the default bodies of
-`attention_block` and `mlp_block`, which compose the small operations. A back end overrides the level
-that pays. Keeps two invariants: KV of the whole batch is stored in a layer before that layer's
+`attention_block`, `mlp_block` and `decoder`, which compose the smaller ones. A back end overrides the
+level that pays. Keeps two invariants: KV of the whole batch is stored in a layer before that layer's
 attention reads, and a slot outside a sequence's length is never read (it may hold NaN).
 """
 
@@ -56,6 +56,18 @@ class MlpWeights:
     norm: Tensor
     gate_up: Packed
     down: Packed
+    eps: float
+    native: Any = None
+
+
+@dataclass(slots=True)
+class DecoderWeights:
+    """A whole model: embed [vocab, hidden], a pair of blocks for each layer, the last norm [hidden], the head."""
+
+    embed: Tensor
+    layers: list[tuple[AttentionWeights, MlpWeights]]
+    norm: Tensor
+    head: Packed
     eps: float
     native: Any = None
 
@@ -220,6 +232,23 @@ class Ops(ABC):
         """hidden + down(silu(gate) * up) of norm(hidden)."""
         x, residual = self.add_rms_norm(*state, w.norm, w.eps)
         return self.linear(self.silu_mul(self.linear(x, w.gate_up)), w.down), residual
+
+    # ------------------------------------------------------------------------------ whole models
+
+    def decoder(self, w: DecoderWeights, cache: Kv, plan: StepPlan) -> Tensor:
+        """Logits [L, vocab] of the step's `logit_rows`, its KV written into cache [layer, 2, block, ...]."""
+        batch = plan.batch
+        state: State = (None, self.embed(w.embed, batch.token_ids))
+        for layer, (attention, mlp) in enumerate(w.layers):
+            state = self.attention_block(state, attention, cache[layer], plan)
+            state = self.mlp_block(state, mlp, plan)
+        delta, residual = state
+        rows = batch.logit_rows
+        if len(rows) != len(residual):
+            residual = residual[rows]
+            delta = None if delta is None else delta[rows]
+        hidden, _ = self.add_rms_norm(delta, residual, w.norm, w.eps)
+        return self.logits(hidden, w.head)
 
 
 def launches(pairs: Iterable[tuple[int, int]]) -> Iterator[tuple[list[int], list[int]]]:

@@ -1,4 +1,4 @@
-"""NativeCpuOps: bfloat16 on AVX-512, whole blocks as one call into the C kernels.
+"""NativeCpuOps: bfloat16 on AVX-512, a whole decoder as one call into the C kernels.
 
 Owns the scratch of a step and its task lists. The residual is float32, all sums too, and logits come
 out as float32; what is rounded to bfloat16 is the input of each matrix product and the KV cache. A
@@ -18,7 +18,17 @@ from torch import Tensor
 
 from engine.config import ModelConfig
 from engine.ops import native
-from engine.ops.base import AttentionWeights, MlpWeights, Ops, Packed, RopeTable, State, StepInput, StepPlan
+from engine.ops.base import (
+    AttentionWeights,
+    DecoderWeights,
+    MlpWeights,
+    Ops,
+    Packed,
+    RopeTable,
+    State,
+    StepInput,
+    StepPlan,
+)
 from engine.ops.fp8 import Fp8Kv, Kv
 from engine.ops.threads import ThreadChoice
 from engine.ops.weights import Int8, Quantised, Quantization
@@ -235,6 +245,25 @@ class NativeCpuOps(Ops):
         self._lib.kvtop_mlp_block(byref(plan.native), byref(_mlp(w)), residual.data_ptr())
         return None, residual
 
+    # ------------------------------------------------------------------------------ whole models
+
+    def decoder(self, w: DecoderWeights, cache: Kv, plan: StepPlan) -> Tensor:
+        """One call for all layers: between calls the GIL must be had again, and beside a dashboard that
+        draws each of sixty would wait for it."""
+        batch, (vocab, hidden) = plan.batch, w.embed.shape
+        samples = len(batch.logit_rows)
+        step = self._step(plan, cache[0])
+        step.x = self._buffer("x", max(step.tokens, samples) * hidden).data_ptr()
+        residual = self._buffer("residual", step.tokens * hidden, torch.float32)
+        last = self._buffer("last", samples * hidden, torch.float32)
+        logits = torch.empty(samples, vocab)
+        pointers = (t.data_ptr() for t in (batch.token_ids, batch.logit_rows))
+        made = (t.data_ptr() for t in (residual, last, logits))
+        self._lib.kvtop_decoder(
+            byref(step), byref(_decoder(w)), *_addresses(cache), *pointers, samples, *made
+        )
+        return logits
+
     def _step(self, plan: StepPlan, kv: Kv) -> native.Step:
         assert isinstance(plan, _Plan)
         plan.native.num_blocks, plan.native.block_size = kv.shape[1], kv.shape[3]
@@ -325,6 +354,26 @@ def _attention(w: AttentionWeights) -> native.Attention:
         )
     struct: native.Attention = w.native
     return struct
+
+
+def _decoder(w: DecoderWeights) -> native.Decoder:
+    if w.native is None:
+        n = len(w.layers)
+        attention = (native.Attention * n)(*(_attention(a) for a, _ in w.layers))
+        mlp = (native.Mlp * n)(*(_mlp(m) for _, m in w.layers))
+        struct = native.Decoder(
+            hidden=w.embed.shape[1],
+            layers=n,
+            embed=w.embed.data_ptr(),
+            attention=ctypes.addressof(attention),
+            mlp=ctypes.addressof(mlp),
+            norm=w.norm.data_ptr(),
+            eps=w.eps,
+            head=w.head.data.struct,
+        )
+        w.native = struct, attention, mlp  # the arrays live as long as what points to them
+    decoder: native.Decoder = w.native[0]
+    return decoder
 
 
 def _mlp(w: MlpWeights) -> native.Mlp:

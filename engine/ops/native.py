@@ -56,6 +56,15 @@ class Mlp(Structure):
     _fields_ = (("gate_up", Linear), ("down", Linear), ("norm", c_void_p), ("eps", c_float))
 
 
+class Decoder(Structure):
+    _fields_ = (
+        *((name, c_int64) for name in ("hidden", "layers")),
+        *((name, c_void_p) for name in ("embed", "attention", "mlp", "norm")),
+        ("eps", c_float),
+        ("head", Linear),
+    )
+
+
 class Step(Structure):
     _fields_ = (
         *((name, c_int64) for name in ("tokens", "threads", "block_size", "table_stride", "num_blocks")),
@@ -127,6 +136,7 @@ def _declare(lib: ctypes.CDLL) -> ctypes.CDLL:
         "kvtop_attention": (step, attention, p, p),
         "kvtop_attention_block": (step, attention, p, p, p),
         "kvtop_mlp_block": (step, mlp, p),
+        "kvtop_decoder": (step, POINTER(Decoder), p, p, p, p, i, p, p, p),
         "kvtop_sample": (p, i, i, p, p, p, p, i),
     }.items():
         function = getattr(lib, name)

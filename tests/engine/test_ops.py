@@ -13,11 +13,15 @@ from torch import Tensor
 
 from engine.batch import DeviceRows
 from engine.config import EngineConfig, ModelConfig, SetupError
+from engine.kv_cache import CacheSize, allocate
 from engine.layers import attention_weights, mlp_weights, rope_table
+from engine.model import Decoder
 from engine.ops import cpu_native, get_ops, native
 from engine.ops.base import Ops, StepInput, StepPlan, launches
 from engine.ops.cpu import CpuOps
+from engine.ops.fp8 import parts
 from engine.ops.reference import ReferenceOps
+from engine.ops.weights import Quantization
 from engine.params import SamplingParams
 from engine.runner import Plan, Row
 from engine.sequence import Request, Sequence
@@ -188,6 +192,39 @@ def test_linear(backend: str, dtype: torch.dtype, rows: int) -> None:
         for y in (ops.linear(x, ops.pack(w, b)), ops.logits(x, ops.pack(w, b))):
             error = (torch.nn.functional.linear(x, w, b).double() - exact).norm()
             assert (y.double() - exact).norm() <= 2 * error + 1e-6 * exact.norm()
+
+
+@needs_native
+@pytest.mark.parametrize("quantization", [None, "int8", "int4"])
+@pytest.mark.parametrize("fp8", [False, True], ids=["bf16 KV", "fp8 KV"])
+@pytest.mark.parametrize("wanted", [[0, 1, 1, 1, 7, 40, 40], [], [3]], ids=["some", "none", "one"])
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_a_whole_decoder_is_its_blocks_one_after_the_other(
+    quantization: Quantization | None, fp8: bool, wanted: list[int], threads: int
+) -> None:
+    """Bit for bit, KV included; rows that sample several times, or not at all."""
+    c = replace(model(6, 2, 64), num_layers=3, vocab_size=131)
+    ops = cpu_native.NativeCpuOps(CPU, torch.bfloat16, c, quantization)
+    decoder = Decoder(c, random_weights(c, 5), ops, 400)
+    lengths = [(1, 40), (1, 1), (30, 41), (9, 300)]
+    batch = step(lengths, 16, 40)
+    batch.logit_rows = torch.tensor(wanted, dtype=torch.int64)
+    size = CacheSize(c.num_layers, c.num_kv_heads, c.head_dim, 1 if fp8 else 2, 16, 40, 4 if fp8 else 0)
+    caches = [allocate(size, CPU, torch.bfloat16) for _ in range(2)]
+    for half in (t for cache in caches for t in parts(cache)):
+        half.fill_(1)
+    torch.set_num_threads(threads)
+    try:
+        with torch.inference_mode():
+            ours = ops.decoder(decoder.weights, caches[0], ops.plan(batch, decoder.rope))
+            blocks = Ops.decoder(ops, decoder.weights, caches[1], ops.plan(batch, decoder.rope))
+    finally:
+        torch.set_num_threads(2)
+    assert ours.shape == (len(wanted), 131)
+    # The last norm alone is torch's there: it sums in another order.
+    torch.testing.assert_close(ours, blocks, rtol=2e-2, atol=2e-2)
+    for a, b in zip(parts(caches[0]), parts(caches[1]), strict=True):
+        assert torch.equal(a, b)
 
 
 @needs_native

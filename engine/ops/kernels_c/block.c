@@ -1,4 +1,4 @@
-/* The small operations and the blocks: one parallel region a block, the residual in float32. */
+/* The small operations, the blocks and the whole decoder: one parallel region each, the residual in float32. */
 #include "kernels.h"
 #include <float.h>
 #include <math.h>
@@ -114,23 +114,59 @@ void kvtop_attention(const Step *s, const Attention *w, void *kv, float *scale) 
   attend(s, w, &c);
 }
 
+/* residual += out(attention(norm(residual))) */
+static void attention_rows(const Step *s, const Attention *w, const Cache *c, float *residual) {
+  norm_rows(residual, w->norm, w->eps, s->x, s->tokens, w->qkv.k);
+  linear_rows(s->x, &w->qkv, s->qkv, s->tokens, STORE_BF16);
+  prepare_rows(s, w, c);
+  attend(s, w, c);
+  linear_rows(s->y, &w->out, residual, s->tokens, ADD_F32);
+}
+
+/* residual += down(silu(gate) * up) of norm(residual) */
+static void mlp_rows(const Step *s, const Mlp *w, float *residual) {
+  norm_rows(residual, w->norm, w->eps, s->x, s->tokens, w->gate_up.k);
+  linear_rows(s->x, &w->gate_up, s->act, s->tokens, GATED);
+  linear_rows(s->act, &w->down, residual, s->tokens, ADD_F32);
+}
+
 void kvtop_attention_block(const Step *s, const Attention *w, void *kv, float *scale, float *residual) {
   Cache c = cache_of(s, w, kv, scale);
 #pragma omp parallel num_threads(s->threads)
-  {
-    norm_rows(residual, w->norm, w->eps, s->x, s->tokens, w->qkv.k);
-    linear_rows(s->x, &w->qkv, s->qkv, s->tokens, STORE_BF16);
-    prepare_rows(s, w, &c);
-    attend(s, w, &c);
-    linear_rows(s->y, &w->out, residual, s->tokens, ADD_F32);
-  }
+  attention_rows(s, w, &c, residual);
 }
 
 void kvtop_mlp_block(const Step *s, const Mlp *w, float *residual) {
 #pragma omp parallel num_threads(s->threads)
+  mlp_rows(s, w, residual);
+}
+
+/* A whole step: ids [tokens] -> logits [samples, vocab] of the rows `wanted`. residual [tokens, hidden] and
+ * last [samples, hidden] are scratch. One call and one parallel region, so that the caller's interpreter is
+ * asked for nothing and the threads meet only at barriers. */
+void kvtop_decoder(const Step *s, const Decoder *w, void *kv, float *scale, const int64_t *ids, const int64_t *wanted,
+                   int64_t samples, float *residual, float *last, float *logits) {
+  int64_t k = w->hidden;
+#pragma omp parallel num_threads(s->threads)
   {
-    norm_rows(residual, w->norm, w->eps, s->x, s->tokens, w->gate_up.k);
-    linear_rows(s->x, &w->gate_up, s->act, s->tokens, GATED);
-    linear_rows(s->act, &w->down, residual, s->tokens, ADD_F32);
+#pragma omp for schedule(static)
+    for (int64_t t = 0; t < s->tokens; t++)
+      for (int64_t i = 0; i < k; i += 16) {
+        __mmask16 mask = k - i >= 16 ? 0xFFFF : (1u << (k - i)) - 1;
+        __m256i v = _mm256_maskz_loadu_epi16(mask, w->embed + ids[t] * k + i);
+        __m512i wide = _mm512_slli_epi32(_mm512_cvtepu16_epi32(v), 16);
+        _mm512_mask_storeu_epi32(residual + t * k + i, mask, wide);
+      }
+    for (int64_t l = 0; l < w->layers; l++) {
+      const Attention *a = w->attention + l;
+      int64_t slots = 2 * s->num_blocks * a->kv_heads * s->block_size;
+      Cache c = cache_of(s, a, (char *)kv + l * slots * a->dim * (scale ? 1 : 2), scale ? scale + l * slots : 0);
+      attention_rows(s, a, &c, residual);
+      mlp_rows(s, w->mlp + l, residual);
+    }
+#pragma omp for schedule(static)
+    for (int64_t i = 0; i < samples; i++) memcpy(last + i * k, residual + wanted[i] * k, k * sizeof(float));
+    norm_rows(last, w->norm, w->eps, s->x, samples, k);
+    linear_rows(s->x, &w->head, logits, samples, STORE_F32);
   }
 }

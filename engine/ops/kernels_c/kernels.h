@@ -48,6 +48,16 @@ typedef struct {
   float eps;
 } Mlp;
 
+typedef struct {
+  int64_t hidden, layers;
+  const bf16 *embed;          /* [vocab, hidden] */
+  const Attention *attention; /* [layers] */
+  const Mlp *mlp;             /* [layers] */
+  const float *norm;          /* [hidden] */
+  float eps;
+  Linear head;
+} Decoder;
+
 /* A step: tokens of all sequences, flat. Tasks are (sequence, part) pairs; see native.py. */
 typedef struct {
   int64_t tokens, threads, block_size, table_stride, num_blocks;
