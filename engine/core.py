@@ -3,14 +3,22 @@
 Owns the requests' lives (queued, refused, admitted, finished), the stop checks, the order of events and
 the cutting of batches. The clock is injected. A step counts as executed only if finish() got an output:
 otherwise nothing that it scheduled stays published, so no look-up ever returns unwritten KV.
+
+Over a runner that computes beside the host, step N + 1 is begun and launched before step N is finished
+(asynchronous scheduling). What N + 1 takes from the pool is then told in N's batch, as it happens; its own
+StepScheduled opens the batch that its commit cuts. An end that shows in N drops the row of N + 1: its token is
+nobody's. Whoever gets its blocks is written by a later step, and the runner computes steps in order.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from itertools import count
 from typing import Any, Literal
 
+from engine.admission import Admission
 from engine.audit import Auditor
 from engine.beam import BeamSearch
 from engine.blocks import BlockPool
@@ -38,7 +46,7 @@ from engine.events import (
 from engine.hashing import salt_digest
 from engine.paging import Paging
 from engine.params import SamplingParams
-from engine.runner import Logprob, ModelRunner, Plan, Row, StepOutput
+from engine.runner import AsyncRunner, Logprob, ModelRunner, Plan, Row, StepOutput
 from engine.scheduler import Scheduler
 from engine.sequence import Request, Status
 from engine.sequence import Sequence as Branch
@@ -48,6 +56,19 @@ PRUNED = "pruned"
 """finish_reason of a beam that was dropped; its request goes on without it."""
 
 Finish = Callable[[Request], None]
+
+
+@dataclass(slots=True)
+class _Flight:
+    """A step between begin() and finish(). told: the rows of its StepScheduled, None before that; ticket: what
+    the runner gave for it; error: why it could not be launched."""
+
+    plan: Plan
+    budget: int
+    t_schedule: float
+    told: list[Row] | None = None
+    ticket: Any = None
+    error: Exception | None = None
 
 
 class EngineCore:
@@ -76,6 +97,8 @@ class EngineCore:
         self.events = log.events
         self.slow = False
         """Set while slow motion waits between steps; StepCompleted carries it."""
+        self.one_at_a_time = False
+        """Set while steps are looked at one by one: none is launched ahead."""
         self._pool = BlockPool(runner.num_blocks, runner.block_size, self.events)
         self.paging = Paging(self._pool, hash_seed, config.enable_prefix_caching)
         self._budget = config.max_num_batched_tokens or 512
@@ -96,6 +119,7 @@ class EngineCore:
             by_priority=config.scheduling_policy == "priority",
             watermark=config.watermark,
             lookup=PromptLookup(config.speculate, runner.max_model_len) if config.speculate else None,
+            max_model_len=runner.max_model_len,
         )
         self.requests: dict[int, Request] = {}
         """Waiting and running requests by id."""
@@ -110,11 +134,17 @@ class EngineCore:
             raise SetupError(f"the model's own sampling defaults are wrong: {error}") from None
         self._seed = config.seed
         self._auditor = Auditor(config.audit, self._pool, runner)
-        self._most_queued = (config.max_num_queued_requests, config.max_num_queued_tokens)
+        self._admission = Admission(config, self.scheduler, runner.vocab_size, runner.max_model_len)
         self._on_finished = on_finished
         self._seen = bytearray(runner.vocab_size)
-        self._budget_now = 0
-        self._t_schedule = 0.0
+        self._flight: deque[_Flight] = deque()
+        self._planned = 0
+        # An audit reads what the next step may take.
+        self._beside: AsyncRunner | None = None
+        if isinstance(runner, AsyncRunner) and runner.ahead > 0 and not config.audit:
+            self._beside = runner
+        self.ahead = self._beside.ahead if self._beside else 0
+        """Steps that may be launched before the one in flight is finished."""
 
     # ---------------------------------------------------------------- requests
 
@@ -136,12 +166,10 @@ class EngineCore:
         """Queue a request, or end it at once: for the reason in `refuse`, told as `ends`, for a number
         that is no token, or if it can never fit. Emits RequestQueued. Ended so, it has no branches."""
         params = params.resolved(self._defaults, seed=(self._seed * 1_000_003 + request_id) % 2**63)
-        foreign = self._foreign_token(prompt_token_ids)
-        named = None if foreign else self._foreign_token(params.token_ids)
-        if foreign:
+        problem = self._admission.foreign_token(prompt_token_ids)
+        if problem:
             prompt_token_ids = []  # a number that is no token fits in no event and no table
-        problem = refuse or foreign or named or self._never_fits(len(prompt_token_ids), params)
-        problem = problem or self._queue_full(len(prompt_token_ids))
+        problem = refuse or problem or self._admission.problem(len(prompt_token_ids), params)
         request = Request(
             request_id,
             prompt_token_ids,
@@ -186,57 +214,6 @@ class EngineCore:
         self.scheduler.add(request)
         return request
 
-    def _foreign_token(self, token_ids: Sequence[int]) -> str | None:
-        size = self.runner.vocab_size
-        for token in (min(token_ids, default=0), max(token_ids, default=0)):
-            if not 0 <= token < size:
-                return f"token id {token} is outside the model's vocabulary of {size:,}"
-        return None
-
-    def _never_fits(self, tokens: int, params: SamplingParams) -> str | None:
-        limit = self.runner.max_model_len
-        if tokens == 0:
-            return "the prompt is empty: give at least one token"
-        if tokens < limit:
-            return self._too_wide(tokens, params) if params.n > 1 or params.beam_width > 1 else None
-        size, blocks = self.paging.block_size, self._pool.num_usable
-        why = f", which is what {blocks:,} blocks of {size} hold" if limit == blocks * size else ""
-        return f"the prompt has {tokens:,} tokens, the context {limit:,}{why}, one of output included: shorten it"
-
-    def _queue_full(self, tokens: int) -> str | None:
-        most_requests, most_tokens = self._most_queued
-        waiting = len(self.scheduler.waiting)
-        if most_requests is not None and waiting >= most_requests:
-            return f"the queue is full: {waiting:,} requests wait, --max-num-queued-requests is {most_requests:,}"
-        if most_tokens is None:
-            return None
-        queued = self.scheduler.queued_tokens
-        if queued + tokens <= most_tokens:
-            return None
-        return (
-            f"the queue is full: {queued:,} tokens wait, with {tokens:,} more they would exceed "
-            f"--max-num-queued-tokens ({most_tokens:,})"
-        )
-
-    def _too_wide(self, tokens: int, params: SamplingParams) -> str | None:
-        """Why `n` samples or the beams of this prompt could never run to their ends."""
-        width = max(params.n, params.beam_width)
-        who = f"n = {width:,} samples" if params.n > 1 else f"{width:,} beams"
-        if width > self.scheduler.max_num_seqs:
-            most = self.scheduler.max_num_seqs
-            return f"{who} run at once, --max-num-seqs is {most:,}: ask for fewer or raise it"
-        size = self.paging.block_size
-        shared = tokens // size
-        tail = -(-min(self.runner.max_model_len, tokens + params.max_tokens) // size) - shared
-        need = shared + width * tail
-        if need <= self._pool.num_usable:
-            return None
-        sum_ = f"{shared:,} of the prompt and {width:,} x {tail:,} of their own"
-        return (
-            f"{who} take {need:,} blocks ({sum_}), the pool has {self._pool.num_usable:,}: "
-            "ask for fewer or lower max_tokens"
-        )
-
     def abort(self, request_id: int) -> bool:
         """End a request in any state. False if it is unknown or finished."""
         request = self.requests.get(request_id)
@@ -246,13 +223,13 @@ class EngineCore:
         return True
 
     def fork(self, parent: Branch) -> Branch | None:
-        """A child branch that shares the parent's computed blocks; call between steps. None if the
-        parent is not running, no place is left among max_num_seqs, or the request could then outgrow
-        the pool on its own."""
+        """A child branch that shares the parent's computed blocks; call between steps. None if the parent
+        is not running or has a row in flight, no place is left among max_num_seqs, or the request could
+        then outgrow the pool on its own."""
         request = parent.request
         if request.status is not Status.RUNNING or parent.finish_reason or not parent.table:
             return None
-        if request.fans_out or request.search:
+        if request.fans_out or request.search or parent.in_flight:
             return None
         most = min(self.runner.max_model_len, request.prompt_tokens + request.params.max_tokens)
         blocks = -(-most // self.paging.block_size) * (len(request.branches) + 1)
@@ -284,36 +261,77 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        """True while anything waits or runs."""
-        return bool(self.scheduler)
+        """True while anything waits, runs or is in flight."""
+        return bool(self.scheduler) or bool(self._flight)
 
     def step(self) -> StepBatch | None:
-        """begin, execute, finish. An exception of the runner fails the step's requests, not the engine.
-        None if nothing could run."""
+        """begin, execute, finish; over a runner that computes beside the host: begin and launch the next
+        step, then finish the one in flight. An exception of the runner fails the step's requests, not the
+        engine. None if nothing could run, or nothing is finished yet."""
+        ahead = 0 if self.one_at_a_time or self.slow else self.ahead
+        if len(self._flight) > ahead:
+            return self._land()
         plan = self.begin()
-        if plan is None:
-            return None
+        if plan is not None:
+            self._launch(self._flight[-1])
+        if self._flight and (plan is None or self._flight[-1].error or len(self._flight) > ahead):
+            return self._land()
+        return None
+
+    def settle(self) -> None:
+        """Finish what is in flight."""
+        while self._flight:
+            self._land()
+
+    def _launch(self, flight: _Flight) -> None:
         try:
-            output = self.runner.execute(plan)
+            run = self._beside.launch if self._beside else self.runner.execute
+            flight.ticket = run(flight.plan)
         except Exception as error:
-            return self.finish(plan, None, error)
-        return self.finish(plan, output)
+            flight.error = error
+
+    def _land(self) -> StepBatch:
+        """Finish the oldest step in flight."""
+        flight = self._flight[0]
+        if flight.error is not None:
+            return self.finish(flight.plan, None, flight.error)
+        try:
+            output = self._beside.collect(flight.ticket) if self._beside else flight.ticket
+        except Exception as error:
+            return self.finish(flight.plan, None, error)
+        return self.finish(flight.plan, output)
 
     def begin(self) -> Plan | None:
-        """Schedule a step; None if there is nothing to run. Every plan goes to finish() before the next
-        begin(): what it published ahead of its forward could not be taken back any more."""
-        if self.scheduler.next_scheduled():
+        """Schedule a step; None if there is nothing to run, or nothing before a step in flight is finished.
+        Plans go to finish() in their order, and at most `ahead` of them wait for it when another is begun.
+        Raises RuntimeError beyond that: what a step published could not be taken back any more."""
+        if len(self._flight) > self.ahead:
             raise RuntimeError("the step in flight was not finished")
         if not self.scheduler:
             return None
         start = self.clock()
-        self._budget_now = self._step_budget()
-        plan = self.scheduler.schedule(self.log.step, self._budget_now)
+        if self._flight:
+            self._tell(self._flight[0])
+        budget = self._step_budget()
+        plan = self.scheduler.schedule(self._planned, budget)
         if not plan.rows:
             return None
-        self.log.step += 1
+        self._planned += 1
         self._auditor.note(self.scheduler.hits)
-        rows = plan.rows
+        flight = _Flight(plan, budget, 0.0)
+        self._flight.append(flight)
+        if not self.ahead:
+            self._tell(flight)
+        flight.t_schedule = self.clock() - start
+        return plan
+
+    def _tell(self, flight: _Flight) -> None:
+        """StepScheduled of a step, once: of the rows that it still has. No batch is cut between this and the
+        step's end: a step that is in flight beside another is told when the next one is begun."""
+        if flight.told is not None:
+            return
+        rows = flight.told = [row for row in flight.plan.rows if self.scheduler.is_scheduled(row)]
+        self.log.step += 1
         self.events.append(
             StepScheduled(
                 [r.seq.seq_id for r in rows],
@@ -322,8 +340,6 @@ class EngineCore:
                 [len(r.drafts) for r in rows] if any(r.drafts for r in rows) else [],
             )
         )
-        self._t_schedule = self.clock() - start
-        return plan
 
     def prune(self, plan: Plan) -> None:
         """Leave out what was aborted or preempted since begin(): a driver that lets such things happen
@@ -341,14 +357,21 @@ class EngineCore:
         return min(max(budget, self.scheduler.num_running_seqs + self.paging.block_size), self._budget)
 
     def finish(self, plan: Plan, output: StepOutput | None, error: Exception | None = None) -> StepBatch:
-        """Commit an executed step, or undo one that was not (output None). Cuts the step's batch."""
+        """Commit an executed step, or undo one that was not (output None). Cuts the step's batch. Raises
+        ValueError for a plan that is not the oldest in flight."""
+        if not self._flight or self._flight[0].plan is not plan:
+            raise ValueError("steps are finished in the order in which they were begun")
+        flight = self._flight[0]
+        self._tell(flight)
         if output is None:
-            self._undo(error)
+            self._undo(plan, error)
         else:
             self._commit(plan, output)
+        self._flight.popleft()
         self._audit()
-        completed = self._completed(plan.rows, output) if output else self._completed([], StepOutput([]))
-        batch = self.log.cut(completed)
+        if output is not None:
+            self.events += output.events
+        batch = self.log.cut(self._completed(flight, output))
         assert batch is not None
         return batch
 
@@ -387,13 +410,14 @@ class EngineCore:
             if reader.request_id in self.requests:
                 self._finish(reader, "error", reason)
 
-    def _undo(self, error: Exception | None) -> None:
+    def _undo(self, plan: Plan, error: Exception | None) -> None:
         reason = f"{type(error).__name__}: {error}" if error else "the step was not executed"
         reason = " ".join(reason.split())[:300]
         self.events.append(EngineError(f"a step failed: {reason}"))
-        while (request := self.scheduler.next_scheduled()) is not None:
-            self._finish(request, "error", reason)
-        self.scheduler.step_done()
+        for row in plan.rows:
+            if self.scheduler.is_scheduled(row):
+                self._finish(row.seq.request, "error", reason)
+        self.scheduler.step_done(plan)
 
     def _commit(self, plan: Plan, output: StepOutput) -> None:
         now = self.clock()
@@ -409,7 +433,7 @@ class EngineCore:
                 (offered,) = output.logprobs[i]
                 request.search.offer(row.seq.seq_id, offered.top_ids, offered.top)
                 searches[request] = request.search
-        self.scheduler.step_done()
+        self.scheduler.step_done(plan)
         advanced: list[tuple[Branch, list[int], str]] = []
         told: list[tuple[int, int, Logprob]] = []
         for i, row in enumerate(plan.rows):
@@ -605,17 +629,24 @@ class EngineCore:
         if self._on_finished:
             self._on_finished(request)
 
-    def _completed(self, rows: list[Row], output: StepOutput) -> StepCompleted:
-        """rows: what the runner computed."""
+    def _completed(self, flight: _Flight, output: StepOutput | None) -> StepCompleted:
+        rows: list[Row] = []
+        overrun = 0
+        if output is None:
+            output = StepOutput([])
+        else:
+            told = {id(row) for row in flight.told or ()}
+            rows = [row for row in flight.plan.rows if id(row) in told]
+            overrun = sum(row.n for row in flight.plan.rows) - sum(row.n for row in rows)
         decode = sum(r.n for r in rows if r.start >= r.seq.num_known)
         pool = self._pool
         waiting = self.scheduler.waiting
         return StepCompleted(
             slow=self.slow,
-            budget=self._budget_now,
+            budget=flight.budget,
             decode_tokens=decode,
             prefill_tokens=sum(r.n for r in rows) - decode,
-            t_schedule=self._t_schedule,
+            t_schedule=flight.t_schedule,
             t_prepare=output.t_prepare,
             t_forward=output.t_forward,
             t_sample=output.t_sample,
@@ -628,6 +659,7 @@ class EngineCore:
             free=pool.num_available - pool.num_cached,
             active=pool.num_active,
             cached=pool.num_cached,
+            overrun=overrun,
         )
 
     # ---------------------------------------------------------------- events

@@ -358,7 +358,9 @@ class DraftVerified(Event, frozen=True):
 class StepCompleted(Event, frozen=True):
     """Times in seconds; t_gpu None without a GPU. queues: running, waiting, preempted (a part of
     waiting). free, active, cached: usable blocks never hashed and unreferenced / referenced /
-    unreferenced but hashed; they add up to num_blocks - 1. slow: slow motion waited in this step."""
+    unreferenced but hashed; they add up to num_blocks - 1. slow: slow motion waited in this step.
+    overrun: tokens that were computed beside these for sequences that had ended when the step was launched,
+    which showed only later (asynchronous scheduling)."""
 
     slow: bool
     budget: int
@@ -373,6 +375,7 @@ class StepCompleted(Event, frozen=True):
     free: int
     active: int
     cached: int
+    overrun: int = 0
 
 
 POOL_EVENTS = (

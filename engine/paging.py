@@ -3,12 +3,14 @@
 Owns every change of a table: look-up and admission, growth (with copy-on-write of a shared block that is
 about to be written), publication of full blocks, forks, truncation, release. Keeps the rule that a
 block is scheduled for writing only while one table holds it and it has no hash; publishing seals it.
-Also keeps the books of the step in flight: what it published and who touched what, so that a sequence
+Also keeps the books of each step in flight: what it published and who touched what, so that a sequence
 whose forward will not run leaves no hash of unwritten KV behind (`retract`).
 """
 
 from __future__ import annotations
 
+from collections import deque
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import NamedTuple
 
@@ -25,42 +27,72 @@ class _Publication(NamedTuple):
     tokens_before: int
 
 
+@dataclass(slots=True)
+class _StepBooks:
+    """Of one step until it is committed. copies: (seq_id, src, dst) in emission order."""
+
+    copies: list[tuple[int, int, int]] = field(default_factory=list)
+    unwritten: dict[Sequence, _Publication] = field(default_factory=dict)
+    touched: dict[Sequence, list[int]] = field(default_factory=dict)
+
+
 class Paging:
-    """Tables of all sequences over one pool. Not thread-safe: one scheduler, one step at a time."""
+    """Tables of all sequences over one pool. Not thread-safe: one scheduler."""
 
     def __init__(self, pool: BlockPool, hash_seed: int, caching: bool = True) -> None:
         self.pool = pool
         self.block_size = pool.block_size
         self.root = root_hash(hash_seed)
         self.caching = caching
-        self.copies: list[tuple[int, int, int]] = []
-        """Copies of this step in emission order: (seq_id, src, dst)."""
-        self._unwritten: dict[Sequence, _Publication] = {}
-        self._touched: dict[Sequence, list[int]] = {}
+        self._now = _StepBooks()
+        """Of the step that is being planned, or was planned last."""
+        self._flight: deque[_StepBooks] = deque((self._now,))
+        """Of all steps that are not committed, oldest first; `_now` is the last of them, or of none."""
 
-    # ---------------------------------------------------------------- the step in flight
+    # ---------------------------------------------------------------- the steps in flight
 
-    def begin_step(self) -> None:
-        """Forget the last step: its KV is written, its copies ran."""
-        self.copies.clear()
-        self._unwritten.clear()
-        self._touched.clear()
+    @property
+    def copies(self) -> list[tuple[int, int, int]]:
+        """Copies of the newest step in emission order: (seq_id, src, dst)."""
+        return self._now.copies
+
+    def begin_step(self, in_flight: int = 0) -> None:
+        """New books for a step, beside those of so many that are planned and not committed; what is older
+        is written, its copies ran."""
+        while len(self._flight) > in_flight:
+            self._flight.popleft()
+        self._now = _StepBooks()
+        self._flight.append(self._now)
+
+    def cancel_step(self) -> None:
+        """The step that was being planned came to nothing."""
+        self._flight.pop()
+        self._now = self._flight[-1] if self._flight else _StepBooks()
+
+    def step_written(self) -> None:
+        """The oldest step in flight is over: forget it."""
+        if self._flight.popleft() is self._now:
+            self._now = _StepBooks()
 
     def retract(self, seq: Sequence) -> list[Sequence]:
-        """The forward of `seq` will not run: drop its pending copies and the hashes that it published
-        for it. Returns the sequences that had touched such a block; they must not run either."""
-        if self.copies:
-            self.copies = [c for c in self.copies if c[0] != seq.seq_id]
-        self._touched.pop(seq, None)
-        publication = self._unwritten.pop(seq, None)
-        if publication is None:
-            return []
+        """The forwards of `seq` that are in flight do not count: drop its pending copies and the hashes that
+        it published for them. Returns the sequences that had touched such a block; they must not run either."""
+        bad: set[int] = set()
         request = seq.request
-        request.high_published = min(request.high_published, publication.high_before)
-        request.cache_write_tokens = min(request.cache_write_tokens, publication.tokens_before)
-        self.pool.unpublish(publication.ids, seq.seq_id, "unwritten")
-        bad = set(publication.ids)
-        return [s for s, touched in self._touched.items() if not bad.isdisjoint(touched)]
+        for books in self._flight:
+            if books.copies:
+                books.copies[:] = [c for c in books.copies if c[0] != seq.seq_id]
+            books.touched.pop(seq, None)
+            publication = books.unwritten.pop(seq, None)
+            if publication is not None:
+                request.high_published = min(request.high_published, publication.high_before)
+                request.cache_write_tokens = min(request.cache_write_tokens, publication.tokens_before)
+                self.pool.unpublish(publication.ids, seq.seq_id, "unwritten")
+                bad.update(publication.ids)
+        if not bad:
+            return []
+        touches = [item for books in self._flight for item in books.touched.items()]
+        return list(dict.fromkeys(s for s, touched in touches if not bad.isdisjoint(touched)))
 
     # ---------------------------------------------------------------- admission
 
@@ -86,14 +118,14 @@ class Paging:
         if hits:
             self.pool.touch(seq.seq_id, hits, "hit")
             seq.table += hits
-            self._touched.setdefault(seq, []).extend(hits)
+            self._now.touched.setdefault(seq, []).extend(hits)
         seq.num_computed = len(hits) * self.block_size
         seq.num_published = len(hits)
 
     def lookup_more(self, seq: Sequence) -> list[int]:
         """Blocks that follow its computed full ones and that others have published since it was admitted.
         Changes nothing but the sequence's own hashes."""
-        first = seq.num_computed // self.block_size
+        first = seq.num_scheduled // self.block_size
         if not self.caching or not seq.table or seq.num_published > first:
             return []
         self._extend(seq)
@@ -104,7 +136,7 @@ class Paging:
         self._release(seq, len(seq.table) - seq.num_computed // self.block_size)
         self.pool.touch(seq.seq_id, hits, "hit")
         seq.table += hits
-        self._touched.setdefault(seq, []).extend(hits)
+        self._now.touched.setdefault(seq, []).extend(hits)
         seq.num_published = len(seq.table)
         seq.num_computed = seq.num_published * self.block_size
 
@@ -115,19 +147,19 @@ class Paging:
         return self._blocks(tokens) - len(seq.table) + self._must_copy(seq)
 
     def grow(self, seq: Sequence, tokens: int) -> bool:
-        """Slots for positions [num_computed, tokens), private to this sequence. False, with nothing
+        """Slots for positions [num_scheduled, tokens), private to this sequence. False, with nothing
         changed, if the pool has too few blocks."""
         copy = self._must_copy(seq)
         fresh = self._blocks(tokens) - len(seq.table)
         if fresh + copy > self.pool.num_available:
             return False
         if copy:
-            index = seq.num_computed // self.block_size
+            index = seq.num_scheduled // self.block_size
             src = seq.table[index]
             dst = self.pool.copy(seq.seq_id, index, src)
             seq.table[index] = dst
             seq.table_changed_from = min(seq.table_changed_from, index)
-            self.copies.append((seq.seq_id, src, dst))
+            self._now.copies.append((seq.seq_id, src, dst))
         if fresh > 0:
             seq.table += self.pool.allocate(seq.seq_id, fresh)
         return True
@@ -156,7 +188,7 @@ class Paging:
         seq.num_published = end
         request.stored.extend(zip(ids, hashes, strict=True))
         if end * self.block_size > seq.num_computed:  # ahead of the forward that will write them
-            self._unwritten[seq] = _Publication(ids, request.high_published, request.cache_write_tokens)
+            self._now.unwritten[seq] = _Publication(ids, request.high_published, request.cache_write_tokens)
         if end > request.high_published:
             first = max(start, request.high_published) * self.block_size
             request.cache_write_tokens += max(0, min(end * self.block_size, request.prompt_tokens) - first)
@@ -209,7 +241,7 @@ class Paging:
             ids = hits[shared:]
             self.pool.touch(seq.seq_id, ids, "hit")
             seq.table += ids
-            self._touched.setdefault(seq, []).extend(ids)
+            self._now.touched.setdefault(seq, []).extend(ids)
             seq.num_computed = len(hits) * self.block_size
             seq.num_published = len(hits)
 
@@ -241,7 +273,7 @@ class Paging:
 
     def _must_copy(self, seq: Sequence) -> bool:
         # A block published ahead of its forward may have sharers already; its writer will not write it twice.
-        index = seq.num_computed // self.block_size
+        index = seq.num_scheduled // self.block_size
         return seq.num_published <= index < len(seq.table) and self.pool.ref(seq.table[index]) > 1
 
     def _extend(self, seq: Sequence) -> None:

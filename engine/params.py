@@ -146,6 +146,11 @@ class SamplingParams:
         return self.repetition_penalty != 1 or bool(self.presence_penalty or self.frequency_penalty)
 
     @property
+    def needs_each_token(self) -> bool:
+        """The host must have seen a token before the next one can be drawn."""
+        return self.beam_width > 1 or self.logprobs is not None or self.shapes_logits
+
+    @property
     def shapes_logits(self) -> bool:
         """The logits are changed before a token is drawn, by what was drawn before or by a fixed bias."""
         return self.counts_tokens or bool(self.logit_bias or self.bad_word_ids or self.min_tokens)

@@ -10,8 +10,9 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+from engine.events import Event
 from engine.sequence import Sequence
 
 
@@ -39,7 +40,7 @@ class Row:
 
     @property
     def tokens(self) -> array[int]:
-        """The n tokens to compute."""
+        """The n tokens to compute; without the last one while a step in flight has yet to sample it."""
         end = self.start + self.n - len(self.drafts)
         return self.seq.tokens[self.start : end] + array("i", self.drafts)
 
@@ -77,6 +78,8 @@ class StepOutput:
     t_sample: float = 0.0
     t_gpu: float | None = None
     logprobs: dict[int, list[Logprob]] = field(default_factory=dict)
+    events: list[Event] = field(default_factory=list)
+    """What the runner has to tell: its own, none of the pool's."""
 
 
 class Recomputed(NamedTuple):
@@ -112,4 +115,24 @@ class ModelRunner(Protocol):
     def step_budget(self, max_num_batched_tokens: int, context: int) -> int:
         """Tokens a step may take with this longest context, at most max_num_batched_tokens (a CPU
         shrinks it so that a step stays under half a second)."""
+        ...
+
+
+@runtime_checkable
+class AsyncRunner(Protocol):
+    """A ModelRunner that computes beside the host. Steps are computed in the order of their launches, each
+    wholly before the next, copies and KV writes included: a block that changes hands is written by its new
+    holder later. A row whose token is not sampled yet on the host (`Row.tokens` lacks it) takes the one that
+    its sequence drew in the step before."""
+
+    ahead: int
+    """Steps that may be launched before the first of them is collected, less one."""
+
+    def launch(self, plan: Plan) -> Any:
+        """Takes over all that the step needs from the host. May raise: then it is not executed. What it
+        returns goes to collect() once, in the same order."""
+        ...
+
+    def collect(self, ticket: Any) -> StepOutput:
+        """Waits for the step. May raise: then the step counts as not executed."""
         ...

@@ -5,6 +5,10 @@ of running prefills, then admissions in the policy's order: by arrival, or by (p
 the pool runs dry the last running request in that order is preempted by recompute, never the first for
 another, so something always finishes; nothing is admitted in a step that preempted. Emits the request
 events of admission and preemption.
+
+A step may be planned ahead: before the tokens of the one in flight are known. Then a sequence gets a row only
+where the plan cannot depend on its missing token, and nobody is preempted: what needs that waits until
+nothing is in flight.
 """
 
 from __future__ import annotations
@@ -36,6 +40,7 @@ class Scheduler:
         by_priority: bool = False,
         watermark: float = 0.0,
         lookup: PromptLookup | None = None,
+        max_model_len: int | None = None,
     ) -> None:
         self.paging = paging
         self.waiting: deque[Request] = deque()
@@ -49,11 +54,17 @@ class Scheduler:
         self._by_priority = by_priority
         self._reserve = int(watermark * paging.pool.num_usable)
         self._lookup = lookup
+        self._max_model_len = max_model_len
         self.looks_again = True
         """A running prefill asks the cache at each chunk for what others have computed meanwhile."""
         self.hits: list[tuple[Sequence, list[int]]] = []
         """What the admissions of this step read from the cache."""
+        self.in_flight = 0
+        """Steps that are planned and not done."""
         self._rows: dict[Sequence, Row] = {}
+        """Of the newest step, those that it still has."""
+        self._short = False
+        """A step planned ahead met an empty pool: the next one waits until nothing is in flight."""
         self._budget = self._left = self._decodes_left = 0
         self._preempted_now = False
         self._blocked: tuple[int, str] | None = None
@@ -86,14 +97,19 @@ class Scheduler:
 
     @property
     def copies(self) -> list[tuple[int, int]]:
-        """(source, copy) of the step in flight, in order."""
+        """(source, copy) of the newest step, in order."""
         return [(src, dst) for _, src, dst in self.paging.copies]
 
     # ---------------------------------------------------------------- one step
 
     def schedule(self, step: int, budget: int) -> Plan:
-        """Rows for at most `budget` tokens, decodes first. Rows empty: nothing can run."""
-        self.paging.begin_step()
+        """Rows for at most `budget` tokens, decodes first. Rows empty: nothing can run, or not before
+        what is in flight is done."""
+        ahead = self.in_flight > 0
+        if ahead and self._short:
+            return Plan(step)
+        self._short = False
+        self.paging.begin_step(self.in_flight)
         self._rows.clear()
         self.hits.clear()
         self._budget = self._left = budget
@@ -102,23 +118,39 @@ class Scheduler:
         prefills: list[Sequence] = []
         for request in self.running:
             for seq in request.live:
-                (decodes if seq.is_decoding else prefills).append(seq)
+                if not seq.in_flight or self._is_foreseeable(seq):
+                    (decodes if seq.is_decoding else prefills).append(seq)
         for place, seq in enumerate((*decodes, *prefills), 1):
-            if self._left <= 0:
+            if self._left <= 0 or self._short:
                 break
             self._decodes_left = max(0, len(decodes) - place)
             if seq.request.status is Status.RUNNING:  # else preempted for an earlier one
                 self._schedule_running(seq)
-        if not self._preempted_now:
+        if not self._preempted_now and not self._short:
             self._admit_waiting()
         rows = list(self._rows.values())
         plan = Plan(step=step, rows=rows, copies=self.copies, retired=self._retired)
-        if rows:  # a plan without rows never reaches the runner, which must still hear of these
+        if rows:
+            self.in_flight += 1
             self._retired = []
+        else:  # it never reaches the runner, which must still hear of what is retired
+            self.paging.cancel_step()
         return plan
 
+    def _is_foreseeable(self, seq: Sequence) -> bool:
+        """Its next row can be told before the last one's output: that samples nothing, or one token that
+        neither is its last for certain nor is needed to draw the next."""
+        row, request = seq.in_flight[-1], seq.request
+        if not row.sample:
+            return True
+        if self._lookup is not None or row.branches or request.params.needs_each_token:
+            return False
+        tokens = seq.num_tokens
+        longest = self._max_model_len is None or tokens < self._max_model_len
+        return longest and tokens - request.prompt_tokens < request.params.max_tokens
+
     def _schedule_running(self, seq: Sequence) -> None:
-        start, shared, hits, first = seq.num_computed, 0, [], seq
+        start, shared, hits, first = seq.num_scheduled, 0, [], seq
         if not seq.table:  # a branch that came back from preemption with its siblings
             first = seq.request.live[0]
             if seq is not first:
@@ -129,9 +161,11 @@ class Scheduler:
             hits = self.paging.lookup(seq)
             start = max(shared, len(hits)) * self.paging.block_size
         more = self.paging.lookup_more(seq) if self.looks_again and not seq.is_decoding else []
+        if more and seq.in_flight:
+            return  # its row there would end behind what it goes on from: it goes on in the next step
         if more:
             start = (start // self.paging.block_size + len(more)) * self.paging.block_size
-        n = self._chunk(seq, len(seq.tokens) - start)
+        n = self._chunk(seq, seq.num_tokens - start)
         if n == 0:
             return
         if shared or hits:
@@ -139,13 +173,16 @@ class Scheduler:
         if more:
             self.paging.take_more(seq, more)
         drafts: tuple[int, ...] = ()
-        if self._lookup is not None and n == 1 and seq.is_decoding and start + 1 == len(seq.tokens):
+        if self._lookup is not None and n == 1 and seq.is_decoding and start + 1 == seq.num_tokens:
             # What the other decodes need is not the drafts', and nobody is preempted for them.
             drafts = self._lookup.drafts(seq, self._left - 1 - self._decodes_left)
         if drafts and self.paging.grow(seq, start + 1 + len(drafts)):
             self._add_row(seq, 1 + len(drafts), drafts)
             return
         while not self.paging.grow(seq, start + n):
+            if self.in_flight:
+                self._short = True
+                return
             self.preempt(self._victim())
             # It was the victim, or shares a block that the victim was to write in this step.
             if seq.request.status is not Status.RUNNING:
@@ -236,15 +273,17 @@ class Scheduler:
         return sum(-(-len(s) // size) - self.paging.common_blocks(first, s) for s in others)
 
     def _add_row(self, seq: Sequence, n: int, drafts: tuple[int, ...] = ()) -> None:
-        end = seq.num_computed + n
-        sample = end >= len(seq.tokens)
+        start = seq.num_scheduled
+        end = start + n
+        sample = end >= seq.num_tokens
         request = seq.request
         parting = tuple(range(request.params.n)) if sample and request.fans_out else ()
         top = request.search.candidates if sample and request.search else 0
-        self._rows[seq] = Row(seq, seq.num_computed, n, sample, parting, drafts, top)
+        row = self._rows[seq] = Row(seq, start, n, sample, parting, drafts, top)
         self._left -= n
-        if not seq.is_decoding:
+        if start < seq.num_known:
             self.paging.publish(seq, min(end, seq.num_known))
+        seq.in_flight.append(row)
 
     def _chunk(self, seq: Sequence, want: int) -> int:
         """Tokens of `want` that this step may take."""
@@ -299,8 +338,8 @@ class Scheduler:
         self._preempt_all(self.give_up(request))
 
     def give_up(self, request: Request) -> list[Sequence]:
-        """Drop its rows, retract what those published, release its tables. Returns the sequences
-        that shared such a block in this step."""
+        """Drop its rows in flight, retract what those published, release its tables. Returns the sequences
+        of others that shared such a block there."""
         sharers: list[Sequence] = []
         for seq in request.branches:
             row = self._rows.pop(seq, None)
@@ -311,23 +350,24 @@ class Scheduler:
         return [s for s in sharers if s.request is not request]
 
     def retire(self, seq: Sequence) -> None:
-        """Release its table and let the runner reuse its row."""
+        """Release its table and let the runner reuse its row. What it has in flight then, a token behind its
+        last one, counts no more."""
+        seq.in_flight.clear()
         if seq.table:
             self.paging.release(seq)
             self._retired.append(seq.seq_id)
 
-    def step_done(self) -> None:
-        """The rows were executed and committed."""
-        self._rows.clear()
-        self.paging.begin_step()
-
-    def next_scheduled(self) -> Request | None:
-        """A request that still has a row in this step."""
-        return next((seq.request for seq in self._rows), None)
+    def step_done(self, plan: Plan) -> None:
+        """The oldest step in flight, which is `plan`, was executed and is being committed."""
+        for row in plan.rows:
+            if self.is_scheduled(row):
+                del row.seq.in_flight[0]
+        self.in_flight -= 1
+        self.paging.step_written()
 
     def is_scheduled(self, row: Row) -> bool:
         """False once the row was dropped (abort or preemption between begin and finish)."""
-        return self._rows.get(row.seq) is row
+        return any(row is r for r in row.seq.in_flight)
 
     def _preempt_all(self, sharers: list[Sequence]) -> None:
         if not sharers:

@@ -11,10 +11,14 @@ from array import array
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from enum import IntEnum
+from typing import TYPE_CHECKING
 
 from engine.beam import BeamSearch
 from engine.detok import Detokenizer
 from engine.params import SamplingParams
+
+if TYPE_CHECKING:
+    from engine.runner import Row
 
 
 class Status(IntEnum):
@@ -39,6 +43,7 @@ class Sequence:
         "finish_reason",
         "hashes",
         "high_computed",
+        "in_flight",
         "num_computed",
         "num_known",
         "num_published",
@@ -64,6 +69,9 @@ class Sequence:
         """Tokens whose KV the table's blocks hold; grows when a step is committed."""
         self.high_computed = 0
         """The most that num_computed ever was: what a preemption makes the engine compute again."""
+        self.in_flight: list[Row] = []
+        """Its rows in steps that are planned and not yet committed, oldest first: a row that is dropped
+        (abort, preemption, an end that showed late) leaves, and its output is nobody's."""
         self.num_known = len(self.tokens)
         """Tokens known at submission or at the last resume; what is after them was sampled since."""
         self.num_published = 0
@@ -79,9 +87,20 @@ class Sequence:
         return self.tokens[self.request.prompt_tokens :]
 
     @property
+    def num_scheduled(self) -> int:
+        """Tokens that are computed or in flight: where the next row starts."""
+        rows = self.in_flight
+        return rows[-1].start + rows[-1].n if rows else self.num_computed
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens, those included that steps in flight will sample."""
+        return len(self.tokens) + sum(row.sample for row in self.in_flight)
+
+    @property
     def is_decoding(self) -> bool:
         """The next token to compute is one that was sampled."""
-        return self.num_computed >= self.num_known
+        return self.num_scheduled >= self.num_known
 
     def __len__(self) -> int:
         return len(self.tokens)

@@ -41,7 +41,8 @@ class Audit(PoolLaws, RequestLaws, StepLaws):
         scheduled, self._scheduled = self._scheduled, None
         sampled, completed, failed = self._sampled, self._completed, self._failed
         self._sampled = self._completed = self._failed = False
-        self._written()
+        if scheduled is not None and not sampled:
+            self._written()
         if scheduled is not None:
             need(sampled or failed, "StepScheduled without TokensSampled or an EngineError")
             need(completed, "StepScheduled without StepCompleted")

@@ -64,7 +64,9 @@ class Life:
     searches: bool = False
     """A beam search: its beams wait for each other, and only those that are not dropped count in the end."""
     before_step: tuple[int, int] | None = None
-    """(cache_write, high_published) before what it published for the step in the making."""
+    """(cache_write, high_published) before what it published for the step that is sampled next."""
+    before_next: tuple[int, int] | None = None
+    """The same for the step after that, where one is planned ahead."""
 
 
 class Books:
@@ -90,6 +92,9 @@ class Books:
         self._used: set[int] = set()
         self._withdrawn: set[int] = set()
         self._stored_now: set[int] = set()
+        """Blocks that are published and not yet written: by the step that is sampled next."""
+        self._stored_next: set[int] = set()
+        """By the one after it."""
         self._publishing: list[Life] = []
         self._scheduled: ev.StepScheduled | None = None
         self._drafts: dict[int, tuple[int, int]] = {}
@@ -111,11 +116,11 @@ class Books:
         return Branch(seq_id, life, list(life.queued.prompt_token_ids), life.prompt)
 
     def _written(self) -> None:
-        """What was published for this step is now there, or was withdrawn."""
-        self._stored_now.clear()
+        """What was published for this step is now there, or was withdrawn; the next one's is next."""
+        self._stored_now, self._stored_next = self._stored_next, set()
         for life in self._publishing:
-            life.before_step = None
-        self._publishing.clear()
+            life.before_step, life.before_next = life.before_next, None
+        self._publishing = [life for life in self._publishing if life.before_step is not None]
 
     def _hash(self, branch: Branch, block: int) -> str:
         """Hash of a block by its definition, from the sequence's own tokens."""

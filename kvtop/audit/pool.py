@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from engine import events as ev
-from kvtop.audit.books import Books, Branch, need
+from kvtop.audit.books import Books, Branch, Life, need
 
 
 class PoolLaws(Books):
@@ -87,11 +87,9 @@ class PoolLaws(Books):
         )
         self.mirror.stored(e)
         branch.published = end
-        self._stored_now.update(e.ids)
         life = branch.request
-        if not self._sampled and life.before_step is None:
-            life.before_step = (life.cache_write, life.high_published)
-            self._publishing.append(life)
+        if not self._sampled:
+            self._publish_ahead(life, e.ids)
         if end > life.high_published:
             first = max(e.start_index, life.high_published) * size
             life.cache_write += max(0, min(end * size, life.prompt) - first)
@@ -109,13 +107,26 @@ class PoolLaws(Books):
         for i, h in enumerate(e.hashes, e.start_index):
             need(h == self._hash(branch, i), f"the hash of block {i} does not follow from its tokens")
 
+    def _publish_ahead(self, life: Life, ids: list[int]) -> None:
+        """For the step that is about to be scheduled; behind a StepScheduled, for the one after that."""
+        books = (life.cache_write, life.high_published)
+        if life not in self._publishing:
+            self._publishing.append(life)
+        if self._scheduled is None:
+            self._stored_now.update(ids)
+            life.before_step = life.before_step or books
+        else:
+            self._stored_next.update(ids)
+            life.before_next = life.before_next or books
+
     def _on_evicted(self, e: ev.BlocksEvicted) -> None:
         self.mirror.evicted(e)
         if e.why != "reallocated":
             self._withdrawn.update(e.ids)
         life = None if e.by_seq is None else self._branch(e.by_seq).request
-        if e.why == "unwritten" and life is not None and life.before_step is not None:
-            life.cache_write, life.high_published = life.before_step
+        before = None if life is None else life.before_step or life.before_next
+        if e.why == "unwritten" and life is not None and before is not None:
+            life.cache_write, life.high_published = before
 
     def _on_cleared(self, e: ev.CacheCleared) -> None:
         self._withdrawn.update(self.mirror.cleared())

@@ -18,6 +18,8 @@ class Mirror:
         self.queue = list(range(1, num_blocks))
         self.tables: dict[int, list[int]] = {}
         self.computed: dict[int, int] = {}
+        self.hit: set[tuple[int, int]] = set()
+        """(sequence, block) that it has from the cache."""
         self.batches = self.events = 0
         self.t = 0.0
 
@@ -35,13 +37,20 @@ class Mirror:
             assert self.hash[b] is None, "taken with its hash still in the table"
             self.ref[b] = 1
         self.tables.setdefault(e.seq_id, []).extend(e.ids)
+        self.computed.setdefault(e.seq_id, 0)
 
     def BlocksTouched(self, e: ev.BlocksTouched) -> None:
         for b in e.ids:
             if self.ref[b] == 0:
                 self.queue.remove(b)
             self.ref[b] += 1
-        self.tables.setdefault(e.seq_id, []).extend(e.ids)
+        table = self.tables.setdefault(e.seq_id, [])
+        table.extend(e.ids)
+        # Hit blocks are computed, and so is what a branch shares that comes back from preemption.
+        if e.why == "hit" or not self.computed.get(e.seq_id):
+            self.computed[e.seq_id] = len(table) * self.block_size
+        if e.why == "hit":
+            self.hit.update((e.seq_id, b) for b in e.ids)
 
     def BlocksCopied(self, e: ev.BlocksCopied) -> None:
         assert self.queue.pop(0) == e.dst and self.ref[e.src] > 1 and self.tables[e.seq_id][e.index] == e.src
@@ -58,6 +67,7 @@ class Mirror:
             self.computed.pop(e.seq_id, None)
         head, tail = [], []
         for b in e.ids:
+            self.hit.discard((e.seq_id, b))
             self.ref[b] -= 1
             if self.ref[b] == 0:
                 (tail if self.hash[b] else head).append(b)

@@ -29,9 +29,19 @@ def history_is_right(tokens: list[int], prompt: int, branches: list[tuple[int, i
 
 
 class Storm:
-    """Random requests, forks, aborts, resets, faults over one tiny engine; checks everything each step."""
+    """Random requests, forks, aborts, resets, faults over one tiny engine; checks everything each step.
 
-    def __init__(self, seed: int, num_blocks: int | None = None, block_size: int | None = None) -> None:
+    ahead: steps are planned before the tokens of the one in flight are known, and computed as late as may be
+    or at once."""
+
+    def __init__(
+        self,
+        seed: int,
+        num_blocks: int | None = None,
+        block_size: int | None = None,
+        *,
+        ahead: int = 0,
+    ) -> None:
         r = self.random = random.Random(seed)
         knobs = self.knobs = random.Random(-seed - 1)
         self.block_size = block_size or r.choice([1, 2, 4, 16])
@@ -40,11 +50,17 @@ class Storm:
         self.nan: set[int] = set()
         self.vocab = r.choice([2, 50])
         runner = ToyRunner(
-            self.num_blocks, self.block_size, self.vocab, fault=self._fault, bad=lambda s: s in self.nan
+            self.num_blocks,
+            self.block_size,
+            self.vocab,
+            fault=self._fault,
+            bad=lambda s: s in self.nan,
+            ahead=ahead,
+            late=seed % 2 == 0,
         )
         seqs = r.randint(1, 6)
         chunked = r.random() < 0.8
-        drafts = r.choice([0, 0, 3])
+        drafts = r.choice([0, 0, 3]) if not ahead or seed % 4 == 3 else 0
         budget = (
             r.randint(seqs * (1 + drafts) + 1, 40) if chunked else runner.max_model_len + seqs * (1 + drafts)
         )
@@ -70,6 +86,8 @@ class Storm:
         self.branch_points: dict[int, list[tuple[int, int]]] = {}
         self.requests: dict[int, Request] = {}
         self.kinds: set[str] = set()
+        self.none_finished = 0
+        """Steps after which one was in flight and none was finished."""
 
     def _fault(self, step: int, when: str) -> None:
         if self.fail == when:
@@ -109,6 +127,9 @@ class Storm:
             self.branch_points[s.seq_id] = [(0, 0)]
 
     def fork(self) -> None:
+        if self.random.random() < 0.7:
+            self.core.settle()
+            self.check()
         running = [s for q in self.core.scheduler.running for s in q.live]
         if running:
             parent = self.random.choice(running)
@@ -119,7 +140,7 @@ class Storm:
 
     def act(self) -> None:
         r, core = self.random, self.core
-        op = r.choices("aferbgNxi", [8, 2, 1, 0.3, 1, 1, 0.5, 20, 1])[0]
+        op = r.choices("aferbgNxis", [8, 2, 1, 0.3, 1, 1, 0.5, 20, 1, 0.5])[0]
         if op == "a" and len(core.requests) < 8:
             self.add()
         elif op == "f":
@@ -133,6 +154,8 @@ class Storm:
         elif op == "N" and core.scheduler.running:
             self.nan.add(r.choice([s.seq_id for q in core.scheduler.running for s in q.live]))
         elif op == "i":  # abort or preempt between begin and finish, before the forward or after it
+            core.settle()
+            self.check()
             plan = core.begin()
             if plan:
                 self.fail = None
@@ -146,7 +169,10 @@ class Storm:
                 if early:
                     core.prune(plan)
                 core.finish(plan, output or core.runner.execute(plan))
-        core.step()
+        elif op == "s":
+            core.one_at_a_time = r.random() < 0.3
+        if core.step() is None and core.has_work:
+            self.none_finished += 1
         self.check()
 
     def check(self) -> None:
@@ -162,7 +188,7 @@ class Storm:
         for _ in range(20_000):
             if not self.core.has_work:
                 break
-            assert self.core.step() is not None, "work left but nothing could run"
+            assert self.core.step() or self.core.scheduler.in_flight, "work left but nothing could run"
         self.check()
         assert not self.core.has_work, "the engine never came to an end"
         assert self.core._pool.num_active == 0
@@ -211,6 +237,17 @@ def test_event_law_invariants_and_kv_data_hold_in_a_storm(seed: int) -> None:
         storm.act()
     storm.drain()
     storm.judge()
+
+
+@pytest.mark.conformance(84, 86, 87)
+@pytest.mark.parametrize("seed", range(40))
+def test_all_of_it_holds_where_steps_are_planned_ahead(seed: int) -> None:
+    storm = Storm(seed, ahead=1)
+    for _ in range(1500):
+        storm.act()
+    storm.drain()
+    storm.judge()
+    assert storm.none_finished > 20
 
 
 @pytest.mark.conformance(78, 106)

@@ -48,7 +48,7 @@ def started(runner: ToyRunner, config: EngineConfig, hash_seed: int) -> ev.Engin
 class Storm:
     """One random life of a small engine; over few tokens drafts are often found.
 
-    sink gets every batch; `batches` keeps them.
+    ahead: steps are planned before the one in flight is finished, and there are no drafts. sink gets every batch; `batches` keeps them.
     """
 
     def __init__(
@@ -59,6 +59,7 @@ class Storm:
         block_size: int | None = None,
         vocab: int = VOCAB,
         sink: Callable[[ev.StepBatch], None] = lambda batch: None,
+        ahead: int = 0,
         **knobs: Any,
     ) -> None:
         r = self.random = random.Random(seed)
@@ -73,11 +74,12 @@ class Storm:
             vocab,
             fault=self._fault,
             bad=lambda s: s in self._nan,
+            ahead=ahead,
         )
         seqs = r.randint(2, 6)
         config = EngineConfig(
             max_num_batched_tokens=r.randint(3 * seqs + 1, 40),
-            speculate=2,
+            speculate=0 if ahead else 2,
             max_num_seqs=seqs,
             enable_prefix_caching=r.random() < 0.95,
             **knobs,
@@ -142,6 +144,7 @@ class Storm:
         elif op == "n" and running:
             self._nan.add(r.choice(running).seq_id)
         elif op == "i":
+            core.settle()
             plan = core.begin()
             if plan:
                 self._fail = ""
@@ -166,9 +169,9 @@ class Storm:
         return self.batches
 
 
-def rich_stream(acts: int = 220, seed: int = 5) -> list[ev.StepBatch]:
+def rich_stream(acts: int = 220, seed: int = 5, ahead: int = 0) -> list[ev.StepBatch]:
     """A complete stream in which every pool event and every request event occurs."""
-    storm = Storm(seed, num_blocks=24, block_size=4)
+    storm = Storm(seed, num_blocks=24, block_size=4, ahead=ahead)
     for _ in range(acts):
         storm.act()
     storm.drain()

@@ -36,9 +36,10 @@ def without(batches: list[ev.StepBatch], at: int, place: int) -> list[ev.StepBat
     return [*batches[:at], cut, *batches[at + 1 :]]
 
 
+@pytest.mark.parametrize("ahead", [0, 1])
 @pytest.mark.parametrize("seed", range(30))
-def test_every_storm_verifies(seed: int) -> None:
-    storm = Storm(seed, vocab=2 if seed % 3 == 0 else 60)
+def test_every_storm_verifies(seed: int, ahead: int) -> None:
+    storm = Storm(seed, vocab=2 if seed % 3 == 0 else 60, ahead=ahead)
     for _ in range(250):
         storm.act()
     storm.drain()
@@ -48,10 +49,11 @@ def test_every_storm_verifies(seed: int) -> None:
     assert report.snapshots > 1
 
 
+@pytest.mark.parametrize("ahead", [0, 1])
 @pytest.mark.parametrize("seed", range(10))
-def test_storms_over_every_policy_verify_and_the_state_keeps_their_queue(seed: int) -> None:
+def test_storms_over_every_policy_verify_and_the_state_keeps_their_queue(seed: int, ahead: int) -> None:
     knobs = {"long_prefill_token_threshold": 5, "watermark": 0.2, "scheduling_policy": "priority"}
-    storm = Storm(seed, **knobs)
+    storm = Storm(seed, ahead=ahead, **knobs)
     state = DashboardState(strict=True)
     storm._sink = state.apply
     for batch in storm.batches:
@@ -82,8 +84,9 @@ def test_a_recording_verifies_from_its_file(tmp_path: Path, redact: bool) -> Non
     assert told["snapshots"] == sum(isinstance(b.events[-1], ev.PoolSnapshot) for b in batches)
 
 
-def test_any_one_event_taken_out_is_noticed() -> None:
-    batches = rich_stream(60)
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_any_one_event_taken_out_is_noticed(ahead: int) -> None:
+    batches = rich_stream(60, ahead=ahead)
     for at, batch in enumerate(batches):
         for place, e in enumerate(batch.events):
             assert not verify_batches(without(batches, at, place)).ok, f"{type(e).__name__} in batch {at}"
@@ -94,9 +97,9 @@ UNNOTICED = {"ModelLoading", "PoolSnapshot", "AdmissionBlocked", "DeviceSample"}
 scheduler's word that it would not admit."""
 
 
-@pytest.mark.parametrize("redacted", [False, True])
-def test_a_missing_event_is_noticed_even_after_renumbering(redacted: bool) -> None:
-    batches = rich_stream(110)
+@pytest.mark.parametrize(("redacted", "ahead"), [(False, 0), (True, 0), (False, 1)])
+def test_a_missing_event_is_noticed_even_after_renumbering(redacted: bool, ahead: int) -> None:
+    batches = rich_stream(110, ahead=ahead)
     if redacted:
         redactor = Redactor()
         batches = [redactor(b) for b in batches]
