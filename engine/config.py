@@ -117,8 +117,8 @@ class EngineConfig:
     """Physical blocks, the null block included; over kv_cache_memory."""
     kv_cache_memory: int | None = None
     """Bytes for KV; None is 192 MiB on a CPU and gpu_memory_utilization on a GPU."""
-    quantization: Literal["int8", "int4"] | None = None
-    """Of the linears' weights; None computes with `dtype`. The head is INT8 with either."""
+    quantization: Literal["int8", "int4", "fp8"] | None = None
+    """Of the linears' weights; None computes with `dtype`. The head is INT8 with any."""
     kv_cache_dtype: Literal["auto", "fp8"] = "auto"
     """Of keys and values; auto is `dtype`, fp8 is e4m3 with a float32 scale per token and head."""
     gpu_memory_utilization: float = 0.9
@@ -169,7 +169,7 @@ class EngineConfig:
         m = self.kv_cache_memory
         need(m is None or m > 0, f"--kv-cache-memory must be over 0, not {m}")
         w = self.quantization
-        need(w in (None, "int8", "int4"), f"--quantization must be int8 or int4, not {w!r:.40}")
+        need(w in (None, "int8", "int4", "fp8"), f"--quantization must be int8, int4 or fp8, not {w!r:.40}")
         d = self.kv_cache_dtype
         need(d in ("auto", "fp8"), f"--kv-cache-dtype must be auto or fp8 for a live engine, not {d!r:.40}")
         u = self.gpu_memory_utilization

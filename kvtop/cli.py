@@ -443,7 +443,7 @@ def engine_config(params: dict[str, Any]) -> EngineConfig:
     known = {n: params[n] for n in EngineConfig.__slots__ if n in params}
     if params.get("simulate") is not None:
         known.pop("kv_cache_dtype", None)  # the simulation's own, which has more of them
-    elif params.get("weights") in ("int8", "int4"):
+    elif params.get("weights") in ("int8", "int4", "fp8"):
         known["quantization"] = params["weights"]
     memory = known.get("kv_cache_memory")
     if memory is not None:

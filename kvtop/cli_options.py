@@ -149,7 +149,7 @@ Fps = Annotated[float | None, opt("Frames a second.", "--fps", min=0.5, max=120)
 Motion = Annotated[bool, opt("Sweeps and flashes.", "--motion/--no-motion")]
 File = Annotated[Path, typer.Argument(help="A recording.", metavar="FILE")]
 Quantize = Annotated[
-    Literal["int8", "int4"] | None,
+    Literal["int8", "int4", "fp8"] | None,
     opt("Compute with quantised weights; a GGUF's 4-bit codes stay as they are.", "--quantization"),
 ]
 

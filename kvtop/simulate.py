@@ -25,7 +25,7 @@ def simulation(
 ) -> Simulation | None:
     """None: a live engine. live: the model that --model names. Raises SetupError."""
     if simulate is None:
-        foreign = None if weights in ("int8", "int4") else weights
+        foreign = None if weights in ("int8", "int4", "fp8") else weights
         given = {"--on": on, "--weights": foreign, "--speed": speed}
         extra = next((name for name, value in given.items() if value is not None), None)
         if extra is not None:

@@ -34,6 +34,8 @@ def get_ops(
     """
     import torch
 
+    if quantization == "fp8" and device.type == "cuda":
+        _refuse_fp8(torch.cuda.get_device_capability(device))
     if name == "auto" and device.type == "cuda":
         try:
             return _triton(device, dtype, model, quantization, fp8_kv)
@@ -51,12 +53,22 @@ def get_ops(
             raise SetupError(f"--ops cpu does not run on {what}: use --ops reference")
         from engine.ops import cpu, cpu_native
 
-        if dtype == torch.bfloat16 and cpu_native.available(model):
+        # The C kernels have no FP8: there it is for measuring what it costs, not for speed.
+        if dtype == torch.bfloat16 and quantization != "fp8" and cpu_native.available(model):
             return cpu_native.NativeCpuOps(device, dtype, model, quantization)
         return cpu.CpuOps(device, dtype, quantization)
     if name == "triton":
         return _triton(device, dtype, model, quantization, fp8_kv)
     raise SetupError(f"--ops must be auto, reference, cpu or triton, not {name!r}")
+
+
+def _refuse_fp8(capability: tuple[int, int]) -> None:
+    """Raises SetupError for a GPU without FP8, where INT8 takes as many bytes and is nearer to the weights."""
+    if capability < (8, 9):
+        has = ".".join(map(str, capability))
+        raise SetupError(
+            f"--quantization fp8 needs a GPU of compute capability 8.9 or newer, this one has {has}: use int8"
+        )
 
 
 def _triton(

@@ -31,7 +31,7 @@ from engine.ops.base import (
 )
 from engine.ops.fp8 import Fp8Kv, Kv
 from engine.ops.threads import ThreadChoice
-from engine.ops.weights import Int8, Quantised, Quantization
+from engine.ops.weights import Fp8, Int8, Quantised, Quantization
 from engine.sampler import SampleRows
 
 _BF16, _F32 = 0, 1
@@ -98,6 +98,7 @@ class NativeCpuOps(Ops):
         return self._packed(n, k, 16, data, None, bias)
 
     def pack_quantised(self, weight: Quantised, bias: Tensor | None) -> Packed:
+        assert not isinstance(weight, Fp8)  # get_ops takes CpuOps for it
         (n, k), panels = weight.shape, -(-weight.shape[0] // native.PANEL)
         pairs = -(-k // 2)
         if isinstance(weight, Int8):

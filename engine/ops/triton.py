@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.config import ModelConfig, SetupError
+from engine.ops import scaled
 from engine.ops.base import AttentionWeights, Packed, RopeTable, StepInput, StepPlan, launches
 from engine.ops.fp8 import Fp8Kv, Kv, parts
 from engine.ops.kernels import attention, copy, draw, norm, qkv, quantised, silu
@@ -23,7 +24,7 @@ from engine.ops.kernels.cutoff import cutoffs
 from engine.ops.reference import ReferenceOps
 from engine.ops.split import MOST_SPLITS, work_list
 from engine.ops.tiles import Tiles, tiles_for
-from engine.ops.weights import Quantization
+from engine.ops.weights import Fp8, Quantization
 from engine.sampler import SampleRows
 
 
@@ -78,6 +79,7 @@ class TritonOps(ReferenceOps):
             capability, processors = (found.major, found.minor), found.multi_processor_count
         # GPUs before sm_89 know no FP8: there the kernels get its bits.
         self._native_fp8 = capability >= (8, 9)
+        self._scaled = quantization == "fp8" and scaled.works(device, dtype)
         self.tiles: Tiles = tiles_for(capability, processors, dtype, fp8_kv, self._dim, self._groups)
 
     # ------------------------------------------------------------------------------ once a step
@@ -162,6 +164,8 @@ class TritonOps(ReferenceOps):
     def linear(self, x: Tensor, w: Packed) -> Tensor:
         if isinstance(w.data, Tensor):
             return torch.nn.functional.linear(x, w.data, w.bias)
+        if isinstance(w.data, Fp8) and self._scaled and len(x) >= scaled.FROM_ROWS and scaled.fits(w.data):
+            return scaled.linear(*quantised.rows_to_e4m3(x), w.data, w.bias)
         if len(x) <= quantised.MOST_ROWS:
             return quantised.linear(x, w.data, w.bias, x.dtype)
         return torch.nn.functional.linear(x, quantised.values(w.data, x.dtype), w.bias)
@@ -169,10 +173,11 @@ class TritonOps(ReferenceOps):
     def logits(self, x: Tensor, head: Packed) -> Tensor:
         if not isinstance(head.data, Tensor) and len(x) <= quantised.MOST_ROWS:
             return quantised.linear(x, head.data, head.bias, torch.float32)
-        if isinstance(head.data, Tensor) and x.is_cuda and x.dtype == torch.bfloat16:
+        weight = head.data if isinstance(head.data, Tensor) else quantised.values(head.data, x.dtype)
+        if x.is_cuda and x.dtype == torch.bfloat16:
             # cuBLAS sums in float32 anyway: rounding the sums would only lose what the sampler reads.
-            return torch.mm(x, head.data.t(), out_dtype=torch.float32)
-        return self.linear(x, head).float()
+            return torch.mm(x, weight.t(), out_dtype=torch.float32)
+        return torch.nn.functional.linear(x, weight, head.bias).float()
 
     def add_rms_norm(
         self, delta: Tensor | None, residual: Tensor, weight: Tensor, eps: float

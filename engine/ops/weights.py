@@ -1,28 +1,31 @@
 """Weights in 8 and 4 bits: the formats, how they are made and what their values are.
 
-INT8: one float32 scale per output channel, symmetric. INT4: groups of 32 along the input, each with a
-float16 scale and minimum, as GGUF's Q4_1 has them, so that its bytes are taken over as they are. What a
-code means is defined in float32 here; every back end multiplies by exactly these values.
+INT8: one float32 scale per output channel, symmetric. FP8: the same with e4m3 in place of integers. INT4:
+groups of 32 along the input, each with a float16 scale and minimum, as GGUF's Q4_1 has them, so that its
+bytes are taken over as they are. What a code means is defined in float32 here; every back end multiplies by
+exactly these values.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Self
 
 import torch
 from torch import Tensor
 
-Quantization = Literal["int8", "int4"]
+from engine.ops.fp8 import LARGEST
+
+Quantization = Literal["int8", "int4", "fp8"]
 
 GROUP = 32
 """Values that share a scale and a minimum in INT4."""
 
 
 @dataclass(frozen=True, slots=True)
-class Int8:
-    """value = codes x scale. codes int8 [out, in], -127 to 127; scale float32 [out]."""
+class _PerChannel:
+    """value = codes x scale. codes [out, in]; scale float32 [out]."""
 
     codes: Tensor
     scale: Tensor
@@ -36,12 +39,24 @@ class Int8:
     def nbytes(self) -> int:
         return self.codes.nbytes + self.scale.nbytes
 
-    def to(self, device: torch.device) -> Int8:
-        return Int8(self.codes.to(device), self.scale.to(device))
+    def to(self, device: torch.device) -> Self:
+        return type(self)(self.codes.to(device), self.scale.to(device))
 
     def values(self, dtype: torch.dtype) -> Tensor:
         """[out, in]."""
         return (self.codes.float() * self.scale[:, None]).to(dtype)
+
+
+class Int8(_PerChannel):
+    """codes: int8, -127 to 127."""
+
+    __slots__ = ()
+
+
+class Fp8(_PerChannel):
+    """codes: float8_e4m3fn, finite."""
+
+    __slots__ = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,24 +93,30 @@ class Int4:
         return wide.flatten(1)[:, : self.inputs].to(dtype)
 
 
-Quantised = Int8 | Int4
-Weight = Tensor | Int8 | Int4
+Quantised = Int8 | Int4 | Fp8
+Weight = Tensor | Int8 | Int4 | Fp8
 """A linear's weight [out, in] as it is loaded."""
 
 
 def quantise(weight: Weight, to: Quantization) -> Quantised:
     """A weight in that format. One that is in it already stays as it is, code for code; from another
     format it goes through its values."""
-    if isinstance(weight, Int4 if to == "int4" else Int8):
+    form, make = _FORMATS[to]
+    if isinstance(weight, form):
         return weight
-    values = weight.float() if isinstance(weight, Tensor) else weight.values(torch.float32)
-    return _int4(values) if to == "int4" else _int8(values)
+    return make(weight.float() if isinstance(weight, Tensor) else weight.values(torch.float32))
 
 
 def _int8(w: Tensor) -> Int8:
     scale = w.abs().amax(1) / 127
     codes = (w / torch.where(scale > 0, scale, 1)[:, None]).round().clamp(-127, 127).to(torch.int8)
     return Int8(codes, scale)
+
+
+def _fp8(w: Tensor) -> Fp8:
+    scale = w.abs().amax(1) / LARGEST
+    codes = (w / torch.where(scale > 0, scale, 1)[:, None]).clamp(-LARGEST, LARGEST)
+    return Fp8(codes.to(torch.float8_e4m3fn), scale)
 
 
 def _int4(w: Tensor) -> Int4:
@@ -147,6 +168,13 @@ def _int4_groups(w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return packed.flatten(1), scale.squeeze(-1), minimum.squeeze(-1)
 
 
+_FORMATS: dict[Quantization, tuple[type[Quantised], Callable[[Tensor], Quantised]]] = {
+    "int8": (Int8, _int8),
+    "int4": (Int4, _int4),
+    "fp8": (Fp8, _fp8),
+}
+
+
 def concat(weights: Sequence[Weight]) -> Weight:
     """Linears that share their input as one, rows in order. Mixed formats meet as values."""
     first = weights[0]
@@ -163,7 +191,7 @@ def concat(weights: Sequence[Weight]) -> Weight:
 
 def linear_bytes(out: int, inputs: int, bytes_per_value: int, to: Quantization | None) -> int:
     """Of one linear's weight, scales included."""
-    if to == "int8":
+    if to in ("int8", "fp8"):
         return out * inputs + 4 * out
     if to == "int4":
         return out * -(-inputs // GROUP) * (GROUP // 2 + 4)

@@ -17,6 +17,7 @@ from tests.kvtop.test_app import story
     [
         ({"quantization": "int4"}, "int4"),
         ({"weights": "int8"}, "int8"),
+        ({"weights": "fp8"}, "fp8"),
         ({"weights": "int4", "simulate": "qwen3-8b"}, None),
         ({}, None),
     ],

@@ -1,9 +1,10 @@
 """Linears whose weights stay in 8 or 4 bits: multiplied as they are read, or written out for a GEMM.
 
 x [M, K] @ W.T [N, K] -> [M, N]; formats as engine.ops.weights defines them. A few rows are bound by the
-bytes of the weights: N x K for INT8, N x K x 0.625 for INT4 (a float16 scale and minimum for 32 values), so
-the tile is multiplied out in registers and never stored. Many rows are bound by FLOPs, 2 x M x N x K: there
-`values` writes W in the compute dtype once, and cuBLAS takes it.
+bytes of the weights: N x K for INT8 and FP8, N x K x 0.625 for INT4 (a float16 scale and minimum for 32
+values), so the tile is multiplied out in registers and never stored. Many rows are bound by FLOPs,
+2 x M x N x K: there `values` writes W in the compute dtype once, and cuBLAS takes it; or, for FP8,
+`rows_to_e4m3` brings x into the same format, and torch's scaled matmul takes both.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.ops.kernels.common import cast, dot
-from engine.ops.weights import Int4, Quantised
+from engine.ops.kernels.common import cast, dot, from_e4m3, to_e4m3
+from engine.ops.weights import Fp8, Int4, Quantised
 
 MOST_ROWS = 64
 """Over which writing W out pays."""
@@ -52,7 +53,7 @@ def _int4(
 def multiply(
     x_ptr, codes_ptr, scale_ptr, min_ptr, bias_ptr, y_ptr, rows, columns, s_x, s_codes, s_scale, s_y,
     K: tl.constexpr, BYTES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, FOUR: tl.constexpr, BIAS: tl.constexpr,
+    BLOCK_K: tl.constexpr, FOUR: tl.constexpr, FP8: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
     """Grid (N / BLOCK_N, M / BLOCK_M). BYTES: of a row of codes."""
     n = (tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
@@ -77,9 +78,14 @@ def multiply(
         for k in range(0, K, BLOCK_K):
             at = k + tl.arange(0, BLOCK_K)
             there = (at < K)[:, None] & alive[None, :]
-            codes = tl.load(codes_ptr + n[None, :] * s_codes + at[:, None], mask=there, other=0)
             a = tl.load(x_row + at[None, :], mask=(m < rows)[:, None] & (at < K)[None, :], other=0.0)
-            acc += dot(a, cast(codes.to(tl.float32), a.dtype))  # exact: no code has more than 8 bits
+            # Exact in both: no code has more than 8 bits.
+            if FP8:
+                codes = tl.load(codes_ptr + n[None, :] * s_codes + at[:, None], mask=there, other=0.0)
+                acc += dot(a, from_e4m3(codes, a.dtype))
+            else:
+                codes = tl.load(codes_ptr + n[None, :] * s_codes + at[:, None], mask=there, other=0)
+                acc += dot(a, cast(codes.to(tl.float32), a.dtype))
         acc = acc * tl.load(scale_ptr + n, mask=alive, other=0.0)[None, :]
     if BIAS:
         acc += tl.load(bias_ptr + n, mask=alive, other=0.0).to(tl.float32)[None, :]
@@ -91,6 +97,7 @@ def multiply(
 def write_values(
     codes_ptr, scale_ptr, min_ptr, w_ptr, columns, s_codes, s_scale,
     K: tl.constexpr, BYTES: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, FOUR: tl.constexpr,
+    FP8: tl.constexpr,
 ):  # fmt: skip
     """Grid (N / BLOCK_N, K / BLOCK_K): W [N, K]."""
     n = (tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
@@ -108,9 +115,29 @@ def write_values(
     else:
         at = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
         there = (at < K)[:, None] & alive[None, :]
-        codes = tl.load(codes_ptr + n[None, :] * s_codes + at[:, None], mask=there, other=0).to(tl.float32)
+        if FP8:
+            stored = tl.load(codes_ptr + n[None, :] * s_codes + at[:, None], mask=there, other=0.0)
+            codes = from_e4m3(stored, tl.float32)
+        else:
+            stored = tl.load(codes_ptr + n[None, :] * s_codes + at[:, None], mask=there, other=0)
+            codes = stored.to(tl.float32)
         scale = tl.load(scale_ptr + n, mask=alive, other=0.0)[None, :]
         tl.store(w_row + at[:, None], cast(codes * scale, kind), mask=there)
+
+
+@triton.jit
+def quantise_rows(x_ptr, bits_ptr, scale_ptr, s_x, N: tl.constexpr, BLOCK: tl.constexpr):
+    """Grid (M): a row a program, bit for bit what engine.ops.fp8.quantise gives."""
+    m = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + m * s_x + i, mask=i < N, other=0.0).to(tl.float32)
+    most = tl.max(tl.abs(x), 0)
+    scale = tl.maximum(tl.div_rn(most, tl.full([], 448.0, tl.float32)), 1.1754943508222875e-38)
+    # A maximum passes NaN over: one value that is not finite must make the scale so.
+    scale = scale + tl.sum(x * 0.0, 0)
+    tl.store(scale_ptr + m, scale)
+    wide = tl.broadcast_to(scale, [BLOCK])
+    tl.store(bits_ptr + m * N + i, to_e4m3(tl.div_rn(x, wide)), mask=i < N)
 
 
 def linear(x: Tensor, w: Quantised, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -124,7 +151,7 @@ def linear(x: Tensor, w: Quantised, bias: Tensor | None, dtype: torch.dtype) -> 
         x, w.codes, w.scale, w.minimum if isinstance(w, Int4) else w.scale, x if bias is None else bias, y,
         rows, columns, x.stride(0), w.codes.stride(0), w.scale.stride(0), y.stride(0),
         K=w.shape[1], BYTES=w.codes.shape[1], BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=128, FOUR=four,
-        BIAS=bias is not None, num_warps=4, num_stages=4,
+        FP8=isinstance(w, Fp8), BIAS=bias is not None, num_warps=4, num_stages=4,
     )  # fmt: skip
     return y
 
@@ -136,6 +163,19 @@ def values(w: Quantised, dtype: torch.dtype) -> Tensor:
     write_values[triton.cdiv(columns, 32), triton.cdiv(inputs, 128)](
         w.codes, w.scale, w.minimum if isinstance(w, Int4) else w.scale, out, columns,
         w.codes.stride(0), w.scale.stride(0), K=inputs, BYTES=w.codes.shape[1], BLOCK_N=32, BLOCK_K=128,
-        FOUR=isinstance(w, Int4), num_warps=4,
+        FOUR=isinstance(w, Int4), FP8=isinstance(w, Fp8), num_warps=4,
     )  # fmt: skip
     return out
+
+
+def rows_to_e4m3(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x [M, K] -> (float8_e4m3fn [M, K], float32 scale [M]): a token's bits depend on that token alone.
+    Bytes: 3 x M x K of a bfloat16 x."""
+    rows, n = x.shape
+    bits = torch.empty((rows, n), dtype=torch.uint8, device=x.device)
+    scale = torch.empty(rows, dtype=torch.float32, device=x.device)
+    block = triton.next_power_of_2(n)
+    quantise_rows[(rows,)](
+        x, bits, scale, x.stride(0), N=n, BLOCK=block, num_warps=min(16, max(4, block // 1024))
+    )
+    return bits.view(torch.float8_e4m3fn), scale

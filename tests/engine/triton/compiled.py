@@ -29,7 +29,7 @@ from triton.runtime.jit import JITFunction
 
 from engine.ops.kernels import attention, combine, copy, cutoff, draw, norm, qkv, quantised, silu
 from engine.ops.tiles import tiles_for
-from engine.ops.weights import Int4, Int8, Quantised
+from engine.ops.weights import Fp8, Int4, Int8, Quantised, Quantization
 
 BF16, F32, I32, I64, FP8, BITS = (
     torch.bfloat16, torch.float32, torch.int32, torch.int64, torch.float8_e4m3fn, torch.uint8,
@@ -186,13 +186,15 @@ def _logits() -> tuple[Tensor, Tensor]:
     return torch.empty(2, 151_936), torch.empty(draw.ROW_WORDS, 2, dtype=I32)
 
 
-def _linear(arch: int, four: bool, rows: int) -> None:
-    if four:
+def _linear(arch: int, form: Quantization, rows: int) -> None:
+    if form == "int4":
         w: Quantised = Int4(
             torch.empty(4096, 2048, dtype=BITS), *torch.empty(2, 4096, 128, dtype=torch.float16), 4096
         )
-    else:
+    elif form == "int8":
         w = Int8(torch.empty(4096, 4096, dtype=torch.int8), torch.empty(4096))
+    else:  # older GPUs are refused, but their bits would be read so
+        w = Fp8(torch.empty(4096, 4096, dtype=FP8 if arch >= 89 else BITS), torch.empty(4096))
     if rows > quantised.MOST_ROWS:
         quantised.values(w, BF16)
     else:
@@ -223,11 +225,15 @@ CASES: dict[str, tuple[Callable[[int], None], int]] = {
         ),
         64,
     ),
-    "INT4 linear": (lambda a: _linear(a, True, 1), 200),
-    "INT4 linear, 64 rows": (lambda a: _linear(a, True, 64), 255),
-    "INT8 linear": (lambda a: _linear(a, False, 1), 128),
-    "INT8 linear, 64 rows": (lambda a: _linear(a, False, 64), 200),
-    "INT4 written out": (lambda a: _linear(a, True, 99), 128),
+    "INT4 linear": (lambda a: _linear(a, "int4", 1), 200),
+    "INT4 linear, 64 rows": (lambda a: _linear(a, "int4", 64), 255),
+    "INT8 linear": (lambda a: _linear(a, "int8", 1), 128),
+    "INT8 linear, 64 rows": (lambda a: _linear(a, "int8", 64), 200),
+    "FP8 linear": (lambda a: _linear(a, "fp8", 1), 128),
+    "FP8 linear, 64 rows": (lambda a: _linear(a, "fp8", 64), 255),
+    "FP8 written out": (lambda a: _linear(a, "fp8", 99), 128),
+    "rows to e4m3": (lambda a: quantised.rows_to_e4m3(torch.empty(64, 12_288, dtype=BF16)), 128),
+    "INT4 written out": (lambda a: _linear(a, "int4", 99), 128),
     "draw": (lambda a: draw.draw(*_logits(), torch.empty(2)), 96),
     "cut-off": (lambda a: cutoff.cutoffs(*_logits()), 64),
 }

@@ -12,13 +12,15 @@ from torch import Tensor
 
 from engine.config import ModelConfig
 from engine.layers import attention_weights
+from engine.ops import scaled
 from engine.ops.base import Ops, StepPlan
 from engine.ops.fp8 import Fp8Kv
+from engine.ops.fp8 import quantise as to_fp8
 from engine.ops.kernels import quantised
 from engine.ops.kernels.common import from_e4m3, to_e4m3
 from engine.ops.reference import ReferenceOps
 from engine.ops.triton import TritonOps
-from engine.ops.weights import Quantization, quantise
+from engine.ops.weights import Fp8, Quantization, quantise
 from tests.engine.test_ops import CPU, Setting, model
 from tests.engine.tiny import QWEN2, QWEN3
 
@@ -157,7 +159,7 @@ def test_e4m3_is_torchs_in_both_directions() -> None:
     assert torch.equal(ours, want)
 
 
-@pytest.mark.parametrize("form", ["int8", "int4"])
+@pytest.mark.parametrize("form", ["int8", "int4", "fp8"])
 @DTYPES
 def test_quantised_linears(form: Quantization, dtype: torch.dtype) -> None:
     ops = TritonOps(CPU, dtype, model(2, 1, 32))
@@ -173,3 +175,62 @@ def test_quantised_linears(form: Quantization, dtype: torch.dtype) -> None:
         assert logits.dtype == F32
         assert (logits.double() - exact).norm() <= bound
         assert torch.equal(quantised.values(q, F32), q.values(F32))
+
+
+@DTYPES
+def test_rows_become_e4m3_bit_for_bit_as_torch_makes_them(dtype: torch.dtype) -> None:
+    x = (
+        torch.randn(9, 70, generator=torch.Generator().manual_seed(3)) * torch.logspace(-9, 9, 9)[:, None]
+    ).to(dtype)
+    x[3] = 0
+    x[5, 7], x[6, 7] = float("nan"), float("-inf")
+    codes, scale = quantised.rows_to_e4m3(x)
+    bits, want = to_fp8(x)
+    good = want.isfinite()
+    assert good.sum() == 7 and torch.equal(scale.isfinite(), good)
+    assert torch.equal(scale[good], want[good])
+    assert torch.equal(codes.view(torch.uint8)[good], bits[good])
+
+
+def test_many_rows_of_fp8_go_through_the_scaled_matmul(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both operands in e4m3: exactly the product of their values, rounded once; who may not goes the other way."""
+    seen: list[int] = []
+    through = scaled.linear
+    monkeypatch.setattr(
+        scaled, "linear", lambda codes, *more: seen.append(len(codes)) or through(codes, *more)
+    )
+    g = torch.Generator().manual_seed(1)
+    for rows, n, k in ((16, 48, 64), (17, 48, 64), (17, 40, 64), (70, 48, 70)):
+        ops = TritonOps(CPU, BF16, model(2, 1, 32), "fp8")
+        seen.clear()
+        w = quantise(torch.randn(n, k, generator=g), "fp8")
+        x, b = torch.randn(rows, k, generator=g).bfloat16(), torch.randn(n, generator=g).bfloat16()
+        y = ops.linear(x, ops.pack(w, b))
+        assert seen == ([17] if (rows, n) == (17, 48) else [])
+        values = x.double()
+        if seen:
+            bits, scale = to_fp8(x)
+            values = Fp8(bits.view(torch.float8_e4m3fn), scale).values(torch.float64)
+        exact = values @ w.values(torch.float64).T + b.double()
+        plain = torch.nn.functional.linear(values.float(), w.values(F32), b.float()).bfloat16().double()
+        assert (y.double() - exact).norm() <= 2 * (plain - exact).norm()
+        assert y.dtype == BF16
+
+
+def test_float32_and_a_torch_without_the_product_do_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert scaled.works(CPU, BF16) and not scaled.works(CPU, F32)
+
+    def refuse(*_: object, **__: object) -> Tensor:
+        raise RuntimeError("Rowwise scaling is not currently supported on your device")
+
+    monkeypatch.setattr(torch, "_scaled_mm", refuse)
+    assert not scaled.works(CPU, BF16)
+    assert not TritonOps(CPU, BF16, model(2, 1, 32), "fp8")._scaled
+
+
+@pytest.mark.parametrize("rows", [3, 80])
+def test_logits_of_a_quantised_head_are_float32_at_any_length(rows: int) -> None:
+    ops = TritonOps(CPU, BF16, model(2, 1, 32), "fp8")
+    head = ops.pack_head(torch.randn(33, 64))
+    assert head.data.codes.dtype == torch.int8
+    assert ops.logits(torch.randn(rows, 64).bfloat16(), head).dtype == F32
