@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     import numpy as np
 
 
+AttentionBackend = Literal["auto", "triton", "flash-attn", "flashinfer"]
+
+
 class SetupError(Exception):
     """Bad input or set-up. The message is one line, at most 200 characters, and says what to do."""
 
@@ -111,6 +114,8 @@ class EngineConfig:
     dtype: Literal["auto", "bfloat16", "float32", "float64"] = "auto"
     """Of weights, activations and KV; auto is bfloat16."""
     ops: Literal["auto", "reference", "cpu", "triton"] = "auto"
+    attention_backend: AttentionBackend = "auto"
+    """Whose kernels attend on a GPU; auto is triton, our own."""
     block_size: int = 16
     """Tokens per block, a power of two from 1 to 256."""
     num_blocks: int | None = None
@@ -162,6 +167,8 @@ class EngineConfig:
 
         b = self.block_size
         need(
+        a, backends = self.attention_backend, ("auto", "triton", "flash-attn", "flashinfer")
+        need(a in backends, f"--attention-backend must be one of {', '.join(backends)}, not {a!r:.40}")
             1 <= b <= 256 and b & (b - 1) == 0, f"--block-size must be a power of two from 1 to 256, not {b}"
         )
         n = self.num_blocks

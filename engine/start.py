@@ -61,6 +61,7 @@ def build(config: EngineConfig, progress: Progress) -> Built:
         dict(model.generation),
         {
             "ops": runner.ops_name,
+            "attention_backend": getattr(runner.model.ops, "attention_backend", runner.ops_name),
             "kv_cache_dtype": runner.kv_dtype,
             "kv_cache": str(runner.cache_size),
         }

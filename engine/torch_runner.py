@@ -140,7 +140,10 @@ class TorchRunner:
         if device.type == "cpu":
             torch.set_num_threads(config.threads or cores())
         fp8 = config.kv_cache_dtype == "fp8"
-        ops = get_ops(config.ops, device, dtype, model_config, fp8_kv=fp8, quantization=config.quantization)
+        ops = get_ops(
+            config.ops, device, dtype, model_config, fp8_kv=fp8, quantization=config.quantization,
+            attention=config.attention_backend, block_size=config.block_size,
+        )  # fmt: skip
         longest = model_config.max_position_embeddings
         check_longest(config, longest)
         if device.type == "cpu":

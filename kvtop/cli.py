@@ -27,6 +27,7 @@ from kvtop.asks import Ask, parse_size, read_prompts, read_system, sampling
 from kvtop.cli_options import (
     Adaptive,
     AsJson,
+    Attention,
     AuditOf,
     AvgTokens,
     BadWords,
@@ -175,6 +176,7 @@ def run(
     device: Device = "auto",
     dtype: Dtype = "auto",
     ops: Ops = "auto",
+    attention_backend: Attention = "auto",
     block_size: BlockSize = 16,
     num_blocks: NumBlocks = None,
     kv_cache_memory: KvMemory = None,
@@ -418,6 +420,7 @@ def bench(
     dtype: Dtype = "auto",
     ops: Ops = "auto",
     num_blocks: NumBlocks = None,
+    attention_backend: Attention = "auto",
     kv_cache_memory: KvMemory = None,
     kv_cache_dtype: KvDtype = "auto",
     quantization: Quantize = None,

@@ -13,6 +13,7 @@ import typer
 DeviceName = Literal["auto", "cpu", "cuda"]
 DType = Literal["auto", "bfloat16", "float32", "float64"]
 OpsName = Literal["auto", "reference", "cpu", "triton"]
+AttentionName = Literal["auto", "triton", "flash-attn", "flashinfer"]
 EarlyStopName = Literal["no", "yes", "never"]
 PolicyName = Literal["fcfs", "priority"]
 ViewName = Literal["chat", "ops", "all"]
@@ -30,6 +31,9 @@ Revision = Annotated[str | None, opt("Branch, tag or commit on the hub.", "--rev
 Device = Annotated[DeviceName, opt("Where to compute.", "--device")]
 Dtype = Annotated[DType, opt("Of weights, activations and KV; auto is bfloat16.", "--dtype")]
 Ops = Annotated[OpsName, opt("Which kernels.", "--ops")]
+Attention = Annotated[
+    AttentionName, opt("Whose attention kernels on a GPU; auto is triton, our own.", "--attention-backend")
+]
 BlockSize = Annotated[int, opt("Tokens a block, a power of two.", "--block-size")]
 NumBlocks = Annotated[int | None, opt("KV blocks, the null block included.", "--num-blocks")]
 KvMemory = Annotated[

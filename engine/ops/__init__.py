@@ -11,8 +11,9 @@ from engine.config import SetupError
 if TYPE_CHECKING:
     import torch
 
-    from engine.config import ModelConfig
+    from engine.config import AttentionBackend, ModelConfig
     from engine.ops.base import Ops
+    from engine.ops.triton import TritonOps
     from engine.ops.weights import Quantization
 
 
@@ -24,21 +25,28 @@ def get_ops(
     *,
     fp8_kv: bool = False,
     quantization: Quantization | None = None,
+    attention: AttentionBackend = "auto",
+    block_size: int = 16,
 ) -> Ops:
     """The back end `name` (auto, reference, cpu, triton) for this model on this device in this dtype.
 
     auto is cpu on a CPU (reference for float64, which has no faster path), and on a GPU triton where it is
     installed and has the kernels, else reference.
     cpu takes the C kernels where CPU, compiler, dtype and the model's shape allow, else torch.
+    attention: whose kernels attend on a GPU. auto is triton: no other has been measured to be faster here.
     Raises SetupError for a combination that does not exist.
     """
     import torch
 
     if quantization == "fp8" and device.type == "cuda":
         _refuse_fp8(torch.cuda.get_device_capability(device))
+    if attention != "auto" and name not in ("auto", "triton"):
+        raise SetupError(f"--attention-backend {attention} goes with --ops triton, not with --ops {name}")
+    if attention != "auto" or name == "triton":
+        return _triton(device, dtype, model, quantization, fp8_kv, attention, block_size)
     if name == "auto" and device.type == "cuda":
         try:
-            return _triton(device, dtype, model, quantization, fp8_kv)
+            return _triton(device, dtype, model, quantization, fp8_kv, attention, block_size)
         except SetupError:
             name = "reference"
     if name == "auto":
@@ -57,8 +65,6 @@ def get_ops(
         if dtype == torch.bfloat16 and quantization != "fp8" and cpu_native.available(model):
             return cpu_native.NativeCpuOps(device, dtype, model, quantization)
         return cpu.CpuOps(device, dtype, quantization)
-    if name == "triton":
-        return _triton(device, dtype, model, quantization, fp8_kv)
     raise SetupError(f"--ops must be auto, reference, cpu or triton, not {name!r}")
 
 
@@ -77,12 +83,24 @@ def _triton(
     model: ModelConfig,
     quantization: Quantization | None,
     fp8_kv: bool,
-) -> Ops:
+    attention: AttentionBackend,
+    block_size: int,
+) -> TritonOps:
     """Asks before it imports: a process that has imported the kernels cannot interpret them any more."""
     if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        if attention != "auto":
+            raise SetupError(f"--attention-backend {attention} needs an NVIDIA GPU: leave it out")
         raise SetupError("--ops triton needs an NVIDIA GPU: use --ops auto or --ops reference")
     if importlib.util.find_spec("triton") is None:
         raise SetupError("--ops triton needs triton: pip install triton, or use --ops reference")
+    if attention == "flash-attn":
+        from engine.ops.flash_attn import FlashAttnOps
+
+        return FlashAttnOps(device, dtype, model, quantization, fp8_kv=fp8_kv, block_size=block_size)
+    if attention == "flashinfer":
+        from engine.ops.flashinfer import FlashInferOps
+
+        return FlashInferOps(device, dtype, model, quantization, fp8_kv=fp8_kv, block_size=block_size)
     from engine.ops.triton import TritonOps
 
     return TritonOps(device, dtype, model, quantization, fp8_kv=fp8_kv)

@@ -46,11 +46,16 @@ class _Plan(StepPlan):
 
 
 @dataclass(slots=True)
-class StaticPlan(_Plan):
-    """A plan of decodes whose work list is rewritten in place. host: both lists, pinned where that pays;
-    device: where they are read."""
+class StaticPlan(StepPlan):
+    """A plan of decodes that `fill` rewrites in place."""
 
-    host: Tensor
+
+@dataclass(slots=True)
+class _StaticPlan(_Plan, StaticPlan):
+    """hosts: the work list and the merges, pinned where that pays, in turns, since the copy of the step before
+    may still be to come; device: where they are read."""
+
+    hosts: list[Tensor]
     device: Tensor
 
 
@@ -58,6 +63,7 @@ class TritonOps(ReferenceOps):
     """bfloat16 and float32. Raises SetupError for what no kernel is written for."""
 
     name = "triton"
+    attention_backend = "triton"
 
     def __init__(
         self,
@@ -77,6 +83,7 @@ class TritonOps(ReferenceOps):
         if device.type == "cuda":
             found = torch.cuda.get_device_properties(device)
             capability, processors = (found.major, found.minor), found.multi_processor_count
+        self.capability = capability
         # GPUs before sm_89 know no FP8: there the kernels get its bits.
         self._native_fp8 = capability >= (8, 9)
         self._scaled = quantization == "fp8" and scaled.works(device, dtype)
@@ -84,7 +91,7 @@ class TritonOps(ReferenceOps):
 
     # ------------------------------------------------------------------------------ once a step
 
-    def plan(self, batch: StepInput, rope: RopeTable, window: int | None = None) -> _Plan:
+    def plan(self, batch: StepInput, rope: RopeTable, window: int | None = None) -> StepPlan:
         """window: of the layers that will attend by this plan; it changes the balance, never the result."""
         q_lens, kv_lens = np.asarray(batch.q_lens), np.asarray(batch.kv_lens_host)
         few = q_lens * self._groups <= self.tiles.few.rows
@@ -118,7 +125,7 @@ class TritonOps(ReferenceOps):
         host = np.full(split + w.merges.size, -1, np.int32)
         host[: w.work.size] = w.work.ravel()
         host[split:] = w.merges.ravel()
-        both = torch.from_numpy(host).to(self.device)
+        both = self._upload(host)
         room = None
         if w.parts:
             room = attention.parts_for(w.parts, self._kv_heads, tile, self._dim, self.device)
@@ -129,33 +136,35 @@ class TritonOps(ReferenceOps):
         rows, tile = len(batch.q_lens), self.tiles.few
         # A piece is as long as a program's share at least, so there are no more of them than that.
         items = _aligned(rows + self.tiles.programs_few // self._kv_heads)
-        host = torch.full((items * 5 + rows * 4,), -1, dtype=torch.int32)
+        hosts = [torch.full((items * 5 + rows * 4,), -1, dtype=torch.int32) for _ in range(2)]
         if self.device.type == "cuda":
-            host = host.pin_memory()
-        device = host.to(self.device, copy=True)
+            hosts = [host.pin_memory() for host in hosts]
+        device = hosts[0].to(self.device, copy=True)
         room = attention.parts_for(items, self._kv_heads, tile, self._dim, self.device)
         split = items * 5
         group = _Group(tile, device[:split].view(-1, 5), device[split:].view(-1, 4), room, MOST_SPLITS)
-        return StaticPlan(batch, rope, [group], host, device)
+        return _StaticPlan(batch, rope, [group], hosts, device)
 
     def fill(self, plan: StaticPlan, kv_lens: list[int]) -> None:
         """Rewrites the work list for so many tokens to attend to, one entry a row that decodes."""
+        assert isinstance(plan, _StaticPlan)
         tiles = self.tiles
         w = work_list(
             np.arange(len(kv_lens)), np.ones(len(kv_lens), np.int64), np.asarray(kv_lens),
             block_q=tiles.few.rows // self._groups, keys=tiles.few.keys, kv_heads=self._kv_heads,
             programs=tiles.programs_few, least=tiles.least_few,
         )  # fmt: skip
-        # The last step's copy from here is done: its tokens have been read since.
-        host, split = plan.host.numpy(), plan.groups[0].work.numel()
+        # At most one step is in flight beside this one, and its copy came from the other.
+        plan.hosts.reverse()
+        host, split = plan.hosts[0].numpy(), plan.groups[0].work.numel()
         host.fill(-1)
         host[: w.work.size] = w.work.ravel()
         host[split : split + w.merges.size] = w.merges.ravel()
-        plan.device.copy_(plan.host, non_blocking=True)
+        plan.device.copy_(plan.hosts[0], non_blocking=True)
 
     def copy_blocks(self, cache: Kv, pairs: Iterable[tuple[int, int]]) -> None:
         for src, dst in launches(pairs):
-            ids = torch.tensor((src, dst), dtype=torch.int64, device=self.device)
+            ids = self._upload(np.array((src, dst), np.int64))
             for tensor in parts(cache):
                 copy.copy_blocks(tensor, ids[0], ids[1])
 
@@ -194,14 +203,14 @@ class TritonOps(ReferenceOps):
         return q
 
     def attention(self, q: Tensor, kv: Kv, w: AttentionWeights, plan: StepPlan) -> Tensor:
-        assert isinstance(plan, _Plan)
         return self.attend(q, kv, plan, w.head_dim**-0.5)
 
     def attend(
-        self, q: Tensor, kv: Kv, plan: _Plan, scale: float, window: int | None = None,
+        self, q: Tensor, kv: Kv, plan: StepPlan, scale: float, window: int | None = None,
         softcap: float | None = None,
     ) -> Tensor:  # fmt: skip
         """See engine.ops.reference.attend."""
+        assert isinstance(plan, _Plan)
         b = plan.batch
         out = torch.empty_like(q)
         (k, v), scales = _halves(kv)
@@ -220,10 +229,20 @@ class TritonOps(ReferenceOps):
         return silu.silu_mul(gate_up)
 
     def sample(self, logits: Tensor, rows: SampleRows) -> tuple[list[int], list[int]]:
-        params = torch.from_numpy(packed_params(rows)).to(self.device)
-        cut = cutoffs(logits, params)
-        tokens, bad = draw.draw(logits, params, cut).tolist()
+        tokens, bad = self.draw(logits, rows).tolist()
         return tokens, [i for i, n in enumerate(bad) if n]
+
+    def draw(self, logits: Tensor, rows: SampleRows) -> Tensor:
+        params = self._upload(packed_params(rows))
+        return draw.draw(logits, params, cutoffs(logits, params))
+
+    def _upload(self, host: NDArray[np.generic]) -> Tensor:
+        """To the device, in the stream's order and without waiting; torch keeps the pinned copy until it is
+        done."""
+        tensor = torch.from_numpy(host)
+        return (
+            tensor.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else tensor
+        )
 
 
 def refuse(device: torch.device, dtype: torch.dtype, model: ModelConfig) -> None:

@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -306,6 +307,20 @@ def test_the_registry_says_what_it_has() -> None:
     for name, dtype in (("triton", torch.bfloat16), ("cpu", torch.float64), ("metal", torch.float32)):
         with pytest.raises(SetupError, match="--ops"):
             get_ops(name, CPU, dtype, c)
+
+
+@pytest.mark.parametrize("backend", ["triton", "flash-attn", "flashinfer"])
+def test_an_attention_back_end_needs_a_gpu_and_our_other_kernels(backend: Any) -> None:
+    c = model(2, 2, 32)
+    with pytest.raises(SetupError, match=f"--attention-backend {backend} needs an NVIDIA GPU"):
+        get_ops("auto", CPU, torch.bfloat16, c, attention=backend)
+    for ops in ("reference", "cpu"):
+        with pytest.raises(SetupError, match=f"--attention-backend {backend} goes with --ops triton, not"):
+            get_ops(ops, CPU, torch.bfloat16, c, attention=backend)
+    with pytest.raises(
+        SetupError, match="must be one of auto, triton, flash-attn, flashinfer, not 'xformers'"
+    ):
+        EngineConfig(attention_backend="xformers")  # type: ignore[arg-type]
 
 
 def test_without_a_compiler_the_cpu_falls_back_to_torch(
