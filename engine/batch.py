@@ -1,7 +1,9 @@
-"""Persistent rows: block tables and sampling parameters of live sequences, on the device.
+"""Persistent rows: block tables, sampling parameters and last tokens of live sequences, on the device.
 
 Owns the mapping sequence -> row. A step applies deltas (Sequence.table_changed_from, Plan.retired) and
-never rebuilds a table. Keeps the invariant that no real token is written into the null block.
+never rebuilds a table. Keeps the invariant that no real token is written into the null block. Everything that
+a step needs goes to the device in one copy that the host does not wait for, in the stream's order, so the
+step before may still be running.
 """
 
 from __future__ import annotations
@@ -18,6 +20,9 @@ from engine.runner import Plan, Row
 from engine.sampler import PARAMS, SampleRows
 from engine.sequence import Sequence
 
+PENDING = -1
+"""In the place of a token that only the device knows yet."""
+
 
 class DeviceRows:
     """Rows for sequences. Grows when more sequences live at once than `capacity`."""
@@ -31,6 +36,11 @@ class DeviceRows:
         self._tables = self._host.numpy()
         self._device = self._host if device.type == "cpu" else self._host.to(device)
         self._params = np.zeros(capacity, PARAMS)
+        self._last = torch.zeros(capacity, dtype=torch.int64, device=device)
+        self._drawing = self._last
+        """The row of each token that the newest step draws, int64 [L]."""
+        self._changed: list[tuple[int, int, int]] = []
+        """Parts of tables that the device lacks: (row, from, to)."""
 
     def apply(self, plan: Plan) -> tuple[StepInput, SampleRows]:
         """Takes over what changed since the last step and lays out this step's tokens.
@@ -60,17 +70,28 @@ class DeviceRows:
         params = self._params[rows[sampled]]
         params["branch"] = [b for _, b, _ in draws]
         kv_lens = start + n
-        token_ids, slots, logit_rows, positions_, row_ids, q_starts, lens = self._upload(
+        host_ids = _tokens(plan.rows)
+        pending = np.flatnonzero(host_ids == PENDING)
+        token_ids, slots, logit_rows, drawing, positions_, row_ids, q_starts, lens, *more = self._upload(
             [
-                _tokens(plan.rows),
+                host_ids,
                 blocks * self.block_size + offset,
                 ends[sampled] - 1 - behind,
+                rows[sampled].astype(np.int64),
                 positions.astype(np.int32),
                 rows,
                 np.concatenate(([0], ends)).astype(np.int32),
                 kv_lens.astype(np.int32),
+                *((pending, np.repeat(rows, n)[pending].astype(np.int64)) if len(pending) else ()),
+                *self._table_changes(),
             ]
         )
+        if len(pending):
+            at, of, *more = more
+            token_ids.index_copy_(0, at, self._last[of])
+        if more:
+            self._device.view(-1).index_copy_(0, *more)
+        self._drawing = drawing
         batch = StepInput(
             token_ids=token_ids,
             positions=positions_,
@@ -84,6 +105,11 @@ class DeviceRows:
             kv_lens_host=kv_lens.tolist(),
         )
         return batch, SampleRows(params, kv_lens[sampled] - behind)
+
+    def drawn(self, tokens: torch.Tensor) -> None:
+        """The tokens of the newest step's draws, int64 [L] on the device: what the next step may start from
+        before the host has seen them. Of a row that draws several any one is kept; -1 becomes 0."""
+        self._last.index_copy_(0, self._drawing, tokens.clamp(min=0))
 
     def _update(self, seq: Sequence) -> int:
         """The sequence's row, its table and (once) its parameters brought up to date."""
@@ -105,7 +131,7 @@ class DeviceRows:
         if first < len(table):
             self._tables[row, first : len(table)] = table[first:]
             if self._device is not self._host:
-                self._device[row, first : len(table)] = self._host[row, first : len(table)]
+                self._changed.append((row, first, len(table)))
         seq.table_changed_from = len(table)
         return row
 
@@ -116,8 +142,19 @@ class DeviceRows:
             self._tables = self._host.numpy()
             self._device = self._host if self.device.type == "cpu" else self._host.to(self.device)
             self._params = np.concatenate((self._params, np.zeros_like(self._params)))
+            self._last = torch.cat((self._last, torch.zeros_like(self._last)))
             self._free = list(range(2 * n - 1, n - 1, -1))
         return self._free.pop()
+
+    def _table_changes(self) -> tuple[NDArray[np.generic], ...]:
+        """(places in the flat tables int64, blocks int32) that the device lacks; nothing without any."""
+        if not self._changed:
+            return ()
+        width = self._tables.shape[1]
+        places = [np.arange(row * width + a, row * width + b) for row, a, b in self._changed]
+        blocks = [self._tables[row, a:b] for row, a, b in self._changed]
+        self._changed.clear()
+        return np.concatenate(places), np.concatenate(blocks)
 
     def _upload(self, arrays: list[NDArray[np.generic]]) -> list[torch.Tensor]:
         if self.device.type == "cpu":
@@ -147,9 +184,10 @@ def packed(
 
 
 def _tokens(rows: list[Row]) -> NDArray[np.int64]:
-    """Token ids of the step, flat."""
+    """Token ids of the step, flat; PENDING for those that a step in flight has yet to sample."""
     if all(r.n == 1 for r in rows):
-        return np.fromiter((r.seq.tokens[r.start] for r in rows), np.int64, len(rows))
+        known = (r.seq.tokens[r.start] if r.start < len(r.seq.tokens) else PENDING for r in rows)
+        return np.fromiter(known, np.int64, len(rows))
     # Slices are copies: a view would forbid the sequence to grow while it lives.
-    parts = [np.asarray(r.tokens, dtype=np.int64) for r in rows]
+    parts = [np.asarray(r.tokens or (PENDING,), dtype=np.int64) for r in rows]
     return np.concatenate(parts)

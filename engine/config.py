@@ -137,6 +137,8 @@ class EngineConfig:
     max_num_seqs: int = 64
     """Most sequences that run at once."""
     enable_prefix_caching: bool = True
+    async_scheduling: bool | None = None
+    """A step is planned and launched before the one in flight is done; None is where that wins, on a GPU."""
     enable_chunked_prefill: bool = True
     """Off: a prompt is computed in one step or waits until it fits the budget."""
     long_prefill_token_threshold: int = 0
@@ -165,10 +167,10 @@ class EngineConfig:
             if not ok:
                 raise SetupError(text)
 
-        b = self.block_size
-        need(
         a, backends = self.attention_backend, ("auto", "triton", "flash-attn", "flashinfer")
         need(a in backends, f"--attention-backend must be one of {', '.join(backends)}, not {a!r:.40}")
+        b = self.block_size
+        need(
             1 <= b <= 256 and b & (b - 1) == 0, f"--block-size must be a power of two from 1 to 256, not {b}"
         )
         n = self.num_blocks

@@ -244,6 +244,7 @@ class Engine:
     def _pause(self, paused: bool) -> None:
         self._paused = paused
         self._single_steps = 0
+        self._live().one_at_a_time = paused
 
     def _post(self, command: Callable[[], None]) -> None:
         self._inbox.append(command)
@@ -350,6 +351,7 @@ class Engine:
                         self._rest()
                     continue
             self._single_steps = 0
+            core.settle()
             core.flush()
             if self._paused:
                 self._wake.wait()
@@ -394,6 +396,7 @@ class Engine:
         core = self._core
         if core is not None:
             try:
+                core.settle()
                 self._talk().close()
                 for request_id in list(core.requests):
                     core.abort(request_id)

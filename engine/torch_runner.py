@@ -10,7 +10,7 @@ import os
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -66,7 +66,7 @@ def build(config: EngineConfig, progress: Progress, files: ModelFiles | None = N
             raise SetupError(
                 f"--quantization: {files.name:.60} {hf_model.NOTICE}, and has none; leave it out"
             )
-        return TorchRunner.over(hf_model.load(files, device, dtype, progress), config, progress)
+        return TorchRunner.over(hf_model.load(files, device, dtype, progress, config), config, progress)
     codes = config.quantization == "int4"
     if device.type == "cpu":
         check_cpu_memory(loader.loaded_bytes(files, dtype, keep_codes=codes), None, cpu_free_bytes())
@@ -120,6 +120,9 @@ class TorchRunner:
         self._rows = DeviceRows(config.max_num_seqs, blocks, cache_size.block_size, ops.device)
         self._cost = StepCost(model.config) if self.device == "cpu" else None
         self._shaper = Shaper()
+        beside = config.async_scheduling
+        self.ahead = int(self.device == "cuda" if beside is None else beside)
+        """See engine.runner.AsyncRunner. On a CPU the host is the device: nothing is won."""
         self._graphs: DecodeGraphs | None = None
         if self.device == "cuda" and ops.name == "triton" and isinstance(model, Decoder):
             from engine.graphs import DecodeGraphs, cuda_capture
@@ -173,16 +176,20 @@ class TorchRunner:
 
     # ---------------------------------------------------------------------------------- the steps
 
-    @torch.inference_mode()
     def execute(self, plan: Plan) -> StepOutput:
         """One step. Raises what torch raises; then the step counts as not executed."""
+        return self.collect(self.launch(plan))
+
+    @torch.inference_mode()
+    def launch(self, plan: Plan) -> _Ticket:
+        """Everything of a step that the host has to do before its tokens are known; on a GPU it only queues."""
         t0 = time.perf_counter()
         batch, sampled = self._rows.apply(plan)
         self._shaper.forget(plan.retired)
         if plan.copies:
             self.model.ops.copy_blocks(self.cache, plan.copies)
         if not plan.rows:
-            return StepOutput([], t_prepare=time.perf_counter() - t0)
+            return _Ticket(plan, time.perf_counter() - t0)
         t1 = time.perf_counter()
         clock = _GpuClock() if self.device == "cuda" else None
         logits = self._forward(batch)
@@ -190,23 +197,40 @@ class TorchRunner:
         drawing = [row for row in plan.rows for _ in row.draws]
         logprobs = Logprobs(logits, drawing)
         self._shaper.apply(logits, drawing)
-        ids, bad = self.model.ops.sample(logits, sampled) if len(logits) else ([], [])
-        t3 = time.perf_counter()
-        output = StepOutput(
-            [[] for _ in plan.rows], [], t1 - t0, t2 - t1, t3 - t2, clock.stop() if clock else None
-        )
-        sampling = [i for i, row in enumerate(plan.rows) for _ in row.draws]
-        for i, token in zip(sampling, ids, strict=True):
-            output.token_ids[i].append(token)
-        for i in dict.fromkeys(sampling[i] for i in bad):
-            output.token_ids[i] = []
-            output.bad_rows.append(i)
-        for i, told in logprobs.of(ids).items():
-            if output.token_ids[sampling[i]]:
-                output.logprobs.setdefault(sampling[i], []).append(told)
+        drawn = None
+        if drawing:
+            ids = self.model.ops.draw(logits, sampled)
+            if self.ahead:
+                self._rows.drawn(ids[0].long())
+            drawn = _ToHost(ids)
+        if clock is not None:
+            clock.stop()
         self.model.ops.took(t2 - t1)
         if self._cost:
             self._cost.observe(batch.q_lens, batch.kv_lens_host, t2 - t1)
+        return _Ticket(plan, t1 - t0, t2 - t1, time.perf_counter() - t2, drawn, logprobs, clock)
+
+    @torch.inference_mode()
+    def collect(self, ticket: _Ticket) -> StepOutput:
+        """Waits for the tokens of a step."""
+        t0 = time.perf_counter()
+        rows = ticket.plan.rows
+        ids, bad = ticket.drawn.read() if ticket.drawn else ([], [])
+        waited = time.perf_counter() - t0
+        output = StepOutput(
+            [[] for _ in rows], [], ticket.t_prepare, ticket.t_forward, ticket.t_sample + waited
+        )
+        output.t_gpu = ticket.clock.read() if ticket.clock else None
+        sampling = [i for i, row in enumerate(rows) for _ in row.draws]
+        for i, token in zip(sampling, ids, strict=True):
+            output.token_ids[i].append(token)
+        for i in dict.fromkeys(sampling[at] for at, n in enumerate(bad) if n):
+            output.token_ids[i] = []
+            output.bad_rows.append(i)
+        if ticket.logprobs is not None:
+            for i, told in ticket.logprobs.of(ids).items():
+                if output.token_ids[sampling[i]]:
+                    output.logprobs.setdefault(sampling[i], []).append(told)
         return output
 
     @torch.inference_mode()
@@ -300,14 +324,50 @@ def _profile_gpu(model: Model, config: EngineConfig) -> int:
     return left
 
 
+@dataclass(slots=True)
+class _Ticket:
+    """A launched step. Times in seconds; t_sample: until it was queued. drawn is None where nothing samples."""
+
+    plan: Plan
+    t_prepare: float
+    t_forward: float = 0.0
+    t_sample: float = 0.0
+    drawn: _ToHost | None = None
+    logprobs: Logprobs | None = None
+    clock: _GpuClock | None = None
+
+
+class _ToHost:
+    """ids [2, L] on their way to the host: the copy is queued behind what makes them, and `read` waits for
+    it alone, not for what is queued later."""
+
+    def __init__(self, ids: torch.Tensor) -> None:
+        self._done: torch.cuda.Event | None = None
+        self._host = ids
+        if ids.is_cuda:
+            self._host = torch.empty(ids.shape, dtype=ids.dtype, pin_memory=True)
+            self._host.copy_(ids, non_blocking=True)
+            self._done = torch.cuda.Event()
+            self._done.record()
+
+    def read(self) -> list[list[int]]:
+        if self._done is not None:
+            self._done.synchronize()
+        rows: list[list[int]] = self._host.tolist()
+        return rows
+
+
 class _GpuClock:
-    """Time of the current stream from construction to stop, in seconds; stop waits for the GPU."""
+    """Time of the current stream from construction to stop, in seconds. Nothing waits for it: `read` once
+    something later in the stream is known to be done, or it waits."""
 
     def __init__(self) -> None:
         self._start, self._end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         self._start.record()
 
-    def stop(self) -> float:
+    def stop(self) -> None:
         self._end.record()
+
+    def read(self) -> float:
         self._end.synchronize()
         return float(self._start.elapsed_time(self._end)) / 1000

@@ -49,6 +49,13 @@ Caching = Annotated[
 Chunked = Annotated[
     bool, opt("Split long prompts over steps.", "--enable-chunked-prefill/--no-enable-chunked-prefill")
 ]
+Async = Annotated[
+    bool | None,
+    opt(
+        "Plan and launch a step before the one in flight is done; on a GPU without being asked.",
+        "--async-scheduling/--no-async-scheduling",
+    ),
+]
 LongPrefill = Annotated[
     int,
     opt(

@@ -220,6 +220,15 @@ class Ops(ABC):
         """A token for each row of logits [L, vocab], and the rows whose logits are not finite."""
         return sample(logits, rows)
 
+    def draw(self, logits: Tensor, rows: SampleRows) -> Tensor:
+        """`sample`, which the host need not wait for where the back end can: [2, L] on the device, token ids
+        and, over 0, where a row's logits are not finite."""
+        tokens, bad = self.sample(logits, rows)
+        out = torch.zeros((2, len(tokens)), dtype=torch.int64)
+        out[0] = torch.tensor(tokens)
+        out[1, bad] = 1
+        return out.to(self.device)
+
     # ------------------------------------------------------------------------------ whole blocks
 
     def attention_block(self, state: State, w: AttentionWeights, kv: Kv, plan: StepPlan) -> State:

@@ -125,6 +125,8 @@ class Rig:
         token_bytes: Callable[[int], bytes] | None = None,
         eos_ids: Sequence[int] = (),
         defaults: dict[str, Any] | None = None,
+        ahead: int = 0,
+        late: bool = True,
         **knobs: Any,
     ) -> None:
         knobs = {"max_num_batched_tokens": 2048, "max_num_seqs": 16} | knobs
@@ -133,7 +135,7 @@ class Rig:
         self.ended: list[int] = []
         self.mirror = Mirror(num_blocks, block_size)
         ticks = count()
-        self.runner = ToyRunner(num_blocks, block_size, vocab, max_model_len, fault, bad)
+        self.runner = ToyRunner(num_blocks, block_size, vocab, max_model_len, fault, bad, ahead, late)
         self.core = EngineCore(
             EngineConfig(**knobs),
             self.runner,

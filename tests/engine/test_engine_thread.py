@@ -85,12 +85,13 @@ class Live:
         build: Callable[[EngineConfig, Progress], Built] | None = None,
         device_interval: float = 0,
         start: bool = True,
+        ahead: int = 0,
         **knobs: Any,
     ) -> None:
         def toy(config: EngineConfig, progress: Progress) -> Built:
             for done in range(3):
                 progress(done, 2, "weights")
-            runner = ToyRunner(num_blocks, config.block_size, VOCAB, config.max_model_len, fault)
+            runner = ToyRunner(num_blocks, config.block_size, VOCAB, config.max_model_len, fault, ahead=ahead)
             return Built(runner, tokenizer, eos_ids=(0,) if tokenizer else ())
 
         config = EngineConfig(**({"max_num_batched_tokens": 512, "max_num_seqs": 8} | knobs))
@@ -169,12 +170,12 @@ class Live:
         assert sorted(ended) == sorted(e.request_id for e in self.all(ev.RequestQueued))
 
 
-@pytest.fixture
-def live() -> Iterator[Callable[..., Live]]:
+@pytest.fixture(params=[0, 1], ids=["in turn", "ahead"])
+def live(request: pytest.FixtureRequest) -> Iterator[Callable[..., Live]]:
     made: list[Live] = []
 
     def make(**options: Any) -> Live:
-        made.append(Live(**options))
+        made.append(Live(**({"ahead": request.param} | options)))
         return made[-1]
 
     yield make

@@ -48,7 +48,8 @@ def started(runner: ToyRunner, config: EngineConfig, hash_seed: int) -> ev.Engin
 class Storm:
     """One random life of a small engine; over few tokens drafts are often found.
 
-    ahead: steps are planned before the one in flight is finished, and there are no drafts. sink gets every batch; `batches` keeps them.
+    ahead: steps are planned before the one in flight is finished, and there are no drafts. sink gets every
+    batch; `batches` keeps them.
     """
 
     def __init__(

@@ -9,9 +9,14 @@ import pytest
 import torch
 
 from engine.config import EngineConfig, ModelConfig
+from engine.core import EngineCore
+from engine.event_log import EventLog
+from engine.graphs import DecodeGraphs
+from engine.ops.base import StepInput
 from engine.params import SamplingParams
 from engine.torch_runner import TorchRunner
 from tests.engine.tiny import LLAMA3, QWEN3, Driver, random_weights
+from tests.engine.triton.interpreted.test_graphs import fake_capture
 
 CONFIG = EngineConfig(
     device="cpu", dtype="float32", ops="reference", num_blocks=33, block_size=8, max_model_len=40, threads=1
@@ -49,3 +54,36 @@ def test_it_really_interprets() -> None:
     from engine.ops.kernels.common import INTERPRETED
 
     assert INTERPRETED and os.environ["TRITON_INTERPRET"] == "1"
+
+
+@pytest.mark.conformance(85)
+def test_launched_ahead_and_through_graphs_it_still_says_the_same() -> None:
+    """Tokens stay on the device from step to step, tables and work lists change while a step is in flight."""
+    model, weights = replace(LLAMA3, num_layers=1), random_weights(replace(LLAMA3, num_layers=1))
+    said: list[list[list[int]]] = []
+    for ops, ahead in (("reference", False), ("triton", True)):
+        config = replace(CONFIG, ops=ops, async_scheduling=ahead, max_num_batched_tokens=16, max_num_seqs=3)  # type: ignore[arg-type]
+        runner = TorchRunner.from_weights(model, dict(weights), config)
+        replayed: list[int] = []
+        if ahead:
+            runner._graphs = DecodeGraphs(runner.model, runner.cache, 3, fake_capture)  # type: ignore[arg-type]
+            forward = runner._graphs.forward
+
+            def counted(batch: StepInput, forward=forward, replayed=replayed) -> torch.Tensor | None:  # type: ignore[no-untyped-def]
+                logits = forward(batch)
+                replayed += [len(batch.q_lens)] * (logits is not None)
+                return logits  # type: ignore[no-any-return]
+
+            runner._graphs.forward = counted  # type: ignore[method-assign]
+        core = EngineCore(
+            config, runner, EventLog(iter(range(10**6)).__next__, lambda batch: None), hash_seed=1
+        )
+        requests = [
+            core.add_request(i, p, SamplingParams(max_tokens=4 + i, temperature=0.8 * (i % 2), seed=i))
+            for i, p in enumerate(PROMPTS)
+        ]
+        while core.has_work:
+            core.step()
+        said.append([list(r.branches[0].output_ids) for r in requests])
+        assert not ahead or (set(replayed) >= {1, 2} and core.ahead == 1)
+    assert said[0] == said[1]
