@@ -33,7 +33,6 @@ from engine.events import (
     PoolSnapshot,
     RequestFinished,
     RequestQueued,
-    SequenceForked,
     StepBatch,
     StepCompleted,
     StepScheduled,
@@ -43,6 +42,7 @@ from engine.events import (
     TokensSampled,
     Usage,
 )
+from engine.growth import PRUNED, Grown, Growth
 from engine.hashing import salt_digest
 from engine.paging import Paging
 from engine.params import SamplingParams
@@ -51,9 +51,6 @@ from engine.scheduler import Scheduler
 from engine.sequence import Request, Status
 from engine.sequence import Sequence as Branch
 from engine.speculate import PromptLookup
-
-PRUNED = "pruned"
-"""finish_reason of a beam that was dropped; its request goes on without it."""
 
 Finish = Callable[[Request], None]
 
@@ -124,6 +121,7 @@ class EngineCore:
         self.requests: dict[int, Request] = {}
         """Waiting and running requests by id."""
         self._seq_ids = count()
+        self._growth = Growth(self.paging, self._seq_ids, self.events.append, runner.max_model_len)
         self._token_bytes = token_bytes
         self._is_text = is_text
         self._eos = frozenset(eos_ids)
@@ -235,17 +233,7 @@ class EngineCore:
         blocks = -(-most // self.paging.block_size) * (len(request.branches) + 1)
         if blocks > self._pool.num_usable or not self.scheduler.places:
             return None
-        return self._fork(parent)
-
-    def _fork(self, parent: Branch) -> Branch:
-        request = parent.request
-        child = Branch(next(self._seq_ids), request, branch=len(request.branches))
-        child.tokens = parent.tokens[:]
-        child.detok = parent.detok.fork() if parent.detok else None
-        request.branches.append(child)
-        self.events.append(SequenceForked(request.request_id, parent.seq_id, child.seq_id))
-        self.paging.fork(parent, child)
-        return child
+        return self._growth.fork(parent)
 
     def reset_prefix_cache(self, reset_running: bool = False) -> bool:
         """Drop all hashes. False, with nothing changed, while blocks are in use, unless
@@ -434,20 +422,20 @@ class EngineCore:
                 request.search.offer(row.seq.seq_id, offered.top_ids, offered.top)
                 searches[request] = request.search
         self.scheduler.step_done(plan)
-        advanced: list[tuple[Branch, list[int], str]] = []
+        advanced: list[Grown] = []
         told: list[tuple[int, int, Logprob]] = []
         for i, row in enumerate(plan.rows):
             if not kept[i]:
                 continue
             plain = not row.top and row.seq.request not in bad
-            rows = self._advance(row, output.token_ids[i] if plain else [], now)
+            rows = self._growth.advance(row, output.token_ids[i] if plain else [], now)
             advanced += rows
             if output.logprobs and plain:
                 tokens = [(seq.seq_id, token) for seq, new, _ in rows for token in new]
                 told += [(*one, p) for one, p in zip(tokens, output.logprobs.get(i, ()), strict=False)]
         pruned: list[Branch] = []
         for request, search in searches.items():
-            pruned += self._move_beams(request, search, advanced, now)
+            pruned += self._growth.move_beams(request, search, advanced, now)
         token_ids = [token for _, new, _ in advanced for token in new]
         self._show_pieces(token_ids)
         self.events.append(
@@ -506,99 +494,6 @@ class EngineCore:
                 [p.top for _, _, p in rows],
             )
         )
-
-    def _advance(self, row: Row, new: list[int], now: float) -> list[tuple[Branch, list[int], str]]:
-        """One executed row: its KV is there, its sampled tokens are appended, a token to each branch where
-        samples part. Returns the branches, what they sampled and what that shows."""
-        seq, end = row.seq, row.start + row.n - len(row.drafts)
-        text = ""
-        if row.drafts and new:
-            # A sample behind a draft counts if the samples agree with all drafts before it.
-            agreed = next((i for i, d in enumerate(row.drafts) if d != new[i]), len(row.drafts))
-            known = len(seq)
-            text = self._extend(seq, new[: agreed + 1], now)
-            new = new[: len(seq) - known]
-            end = row.start + len(new)
-        if row.start < seq.high_computed:
-            seq.request.recomputed_tokens += min(end, seq.high_computed) - row.start
-        seq.num_computed = end
-        seq.high_computed = max(seq.high_computed, end)
-        if row.drafts:
-            return [(seq, new, text)]
-        if not row.branches or not new:
-            return [(seq, new, self._extend(seq, new, now))]
-        seq.request.parted = True
-        branches = [seq, *(self._fork(seq) for _ in new[1:])]
-        return [(b, [token], self._extend(b, [token], now)) for b, token in zip(branches, new, strict=True)]
-
-    def _move_beams(
-        self,
-        request: Request,
-        search: BeamSearch,
-        advanced: list[tuple[Branch, list[int], str]],
-        now: float,
-    ) -> list[Branch]:
-        """One step of a beam search, once every beam has offered its continuations: extends and forks
-        branches (in `advanced`, too). Returns those that are dropped, marked as such."""
-        beams = request.live
-        # After a preemption the beams catch up one by one; the first ones wait.
-        if any(s.num_computed < len(s) or not search.has_offered(s.seq_id) for s in beams):
-            return []
-        request.parted = True
-        by_id = {s.seq_id: s for s in request.branches}
-        length = len(beams[0]) - request.prompt_tokens
-        moves, displaced = search.step([s.seq_id for s in beams], length)
-        for seq in beams:  # before the forks, which then share what is published
-            self.paging.publish(seq, seq.num_computed)
-        # The first move of a beam takes its own branch; all others fork before any of them is extended.
-        taken: set[int] = set()
-        heirs: list[Branch] = []
-        for move in moves:
-            parent = by_id[move.parent]
-            heirs.append(self._fork(parent) if move.parent in taken else parent)
-            taken.add(move.parent)
-        place = {seq: i for i, (seq, _, _) in enumerate(advanced)}
-        for move, seq in zip(moves, heirs, strict=True):
-            search.moved(move, seq.seq_id, length)
-            row = (seq, [move.token], self._extend(seq, [move.token], now))
-            if seq in place:
-                advanced[place[seq]] = row
-            else:
-                advanced.append(row)
-        pruned = [s for s in beams if s.seq_id not in taken] + [by_id[i] for i in displaced]
-        if search.over:
-            best = search.hypotheses[0].seq_id
-            pruned += [s for s in request.branches if s.seq_id != best and s not in pruned]
-        for seq in pruned:
-            seq.finish_reason = PRUNED
-        request.branches = [s for s in request.branches if s.finish_reason != PRUNED]
-        return pruned
-
-    def _extend(self, seq: Branch, new: list[int], now: float) -> str:
-        text = ""
-        for token in new:
-            text += self._append(seq, token, now)
-        if seq.finish_reason and seq.detok:
-            text += seq.detok.flush()
-        return text
-
-    def _append(self, seq: Branch, token: int, now: float) -> str:
-        """One sampled token: its visible text; sets finish_reason."""
-        if seq.finish_reason:
-            return ""
-        request, params = seq.request, seq.request.params
-        seq.tokens.append(token)
-        if request.t_first_token is None:
-            request.t_first_token = now
-        request.t_last_token = now
-        ends = token in request.eos_token_ids or token in params.stop_token_ids
-        may_stop = len(seq) - request.prompt_tokens >= params.min_tokens
-        text = seq.detok.push(token, may_stop) if seq.detok and not ends else ""
-        if ends or (seq.detok and seq.detok.stopped):
-            seq.finish_reason = "stop"
-        elif len(seq) - request.prompt_tokens >= params.max_tokens or len(seq) >= self.runner.max_model_len:
-            seq.finish_reason = "length"
-        return text
 
     def _finish(self, request: Request, reason: Any, error: str | None = None) -> None:
         for seq in request.live:
