@@ -1,7 +1,8 @@
 """HfModel: any other decoder, computed by transformers over our paged cache.
 
 Owns the bridge: transformers' modules run one flat batch of all sequences, and their AttentionInterface
-calls back here, where K and V go into blocks and queries attend to them. What a layer sees is what
+calls back here, where K and V go into blocks and queries attend to them: by the kernels of a GPU where they
+have the model's head size and dtype, else by the reference. What a layer sees is what
 transformers' own mask for it would show (a window), so nothing is guessed from the config. A model that
 keeps state of another kind, or attends in a way not written here, is refused by name.
 """
@@ -12,19 +13,23 @@ import inspect
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 
-from engine.config import ModelConfig, SetupError
+from engine.config import EngineConfig, ModelConfig, SetupError
 from engine.hf_config import eos_token_ids, generation_defaults, refuse_quantised
 from engine.hub import ModelFiles
 from engine.kv_cache import check_cpu_memory, cpu_free_bytes
 from engine.kv_shape import KvShape
-from engine.ops.base import StepInput
+from engine.ops import get_ops
+from engine.ops.base import RopeTable, StepInput, StepPlan
 from engine.ops.fp8 import Kv, store
 from engine.ops.reference import ReferenceOps, attend
+
+if TYPE_CHECKING:
+    from engine.ops.triton import TritonOps
 
 NAME = "kvtop"
 NOTICE = "runs through transformers: slower, no fused ops"
@@ -46,19 +51,33 @@ _PLAIN = {"position_ids", "cache_position", "position_embeddings"}
 
 
 class HfOps(ReferenceOps):
-    """Copies, sampling and attention of a model whose other operations are transformers'."""
+    """Copies, sampling and attention of a model whose other operations are transformers', without kernels."""
 
     name = "transformers"
 
 
 @dataclass(slots=True)
 class _Step:
-    """What the attention of one forward needs. `seen`: layers that have called."""
+    """What the attention of one forward needs. `seen`: layers that have called. `plans`: by window, shared by
+    the layers that have it."""
 
     batch: StepInput
     cache: Kv
     model: HfModel
     seen: set[int] = field(default_factory=set)
+    plans: dict[int | None, StepPlan] = field(default_factory=dict)
+
+    def attend(self, q: Tensor, kv: Kv, scale: float, window: int | None, softcap: float | None) -> Tensor:
+        """See engine.ops.reference.attend."""
+        ops = self.model.ops
+        if isinstance(ops, HfOps):
+            return attend(q, kv, self.batch, ops.wide, scale, window=window, softcap=softcap)
+        if window not in self.plans:
+            nothing = torch.empty(0, device=ops.device)
+            self.plans[window] = ops.plan(self.batch, RopeTable(nothing, nothing), window)
+        own = q.to(ops.dtype)
+        own = own if own.stride(-1) == 1 else own.contiguous()
+        return ops.attend(own, kv, self.plans[window], scale, window, softcap).to(q.dtype)
 
 
 _current: ContextVar[_Step] = ContextVar("kvtop_step")
@@ -97,8 +116,7 @@ def _attention(
     store(kv, b.slots // kv.shape[3], b.slots % kv.shape[3], *(x[0].transpose(0, 1) for x in (key, value)))
     scale = c.head_dim**-0.5 if scaling is None else float(scaling)
     window = None if attention_mask is None else int(attention_mask)
-    q = query[0].transpose(0, 1)
-    return attend(q, kv, b, step.model.ops.wide, scale, window=window, softcap=softcap)[None], None
+    return step.attend(query[0].transpose(0, 1), kv, scale, window, softcap)[None], None
 
 
 def _mask(*_: Any, local_size: int | None = None, **__: Any) -> Tensor | None:
@@ -109,10 +127,13 @@ def _mask(*_: Any, local_size: int | None = None, **__: Any) -> Tensor | None:
 class HfModel:
     """Takes Decoder's place in a TorchRunner. `hf`: a causal language model made with `NAME` attention."""
 
-    def __init__(self, config: ModelConfig, hf: Any, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self, config: ModelConfig, hf: Any, device: torch.device, dtype: torch.dtype,
+        engine: EngineConfig | None = None,
+    ) -> None:  # fmt: skip
         self.config = config
         self.notice = NOTICE
-        self.ops = HfOps(device, dtype)
+        self.ops = _ops(config, device, dtype, engine or EngineConfig())
         self.hf = hf.to(device).eval()
         self.weights_bytes = sum(p.nbytes for p in hf.parameters())  # a tied head is one parameter
         self._picks_rows = "logits_to_keep" in inspect.signature(hf.forward).parameters
@@ -133,13 +154,44 @@ class HfModel:
         return logits if self._picks_rows else logits[batch.logit_rows]
 
 
+def _ops(
+    model: ModelConfig, device: torch.device, dtype: torch.dtype, engine: EngineConfig
+) -> HfOps | TritonOps:
+    """Kernels on a GPU, or where they are asked for; else the reference. Raises SetupError for a back end that
+    cannot be had."""
+    backend = engine.attention_backend
+    if backend == "flashinfer":  # plans a window once a step, and layers differ in theirs
+        raise SetupError(
+            f"--attention-backend flashinfer: {model.name:.60} runs through transformers; take flash-attn or auto"
+        )
+    asked = engine.ops == "triton" or backend != "auto"
+    if asked or (device.type == "cuda" and engine.ops == "auto"):
+        try:
+            ops = get_ops(
+                "triton", device, dtype, model, fp8_kv=engine.kv_cache_dtype == "fp8", attention=backend,
+                block_size=engine.block_size,
+            )  # fmt: skip
+        except SetupError:
+            if asked:
+                raise
+        else:
+            ops.name = HfOps.name
+            return cast("TritonOps", ops)
+    return HfOps(device, dtype)
+
+
 # ------------------------------------------------------------------------------------------ loading
 
 
 def load(
-    files: ModelFiles, device: torch.device, dtype: torch.dtype, progress: Callable[[int, int, str], None]
+    files: ModelFiles,
+    device: torch.device,
+    dtype: torch.dtype,
+    progress: Callable[[int, int, str], None],
+    engine: EngineConfig | None = None,
 ) -> HfModel:
-    """The model of `files`. Raises SetupError: what transformers does not know or we cannot page."""
+    """The model of `files`. engine: which kernels attend. Raises SetupError: what transformers does not know
+    or we cannot page."""
     raw = files.config or {}
     name = _name(raw)
     refuse(raw)
@@ -165,7 +217,7 @@ def load(
             name, f"neither kvtop nor transformers runs it ({' '.join(str(e).split()):.50})"
         ) from e
     progress(1, 1, f"loading {files.name}: {NOTICE}")
-    return HfModel(config, hf, device, dtype)
+    return HfModel(config, hf, device, dtype, engine)
 
 
 def register() -> None:
