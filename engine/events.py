@@ -189,6 +189,35 @@ class DeviceSample(Event, frozen=True):
     bandwidth: float | None = None
 
 
+class KernelsProfiled(Event, frozen=True):
+    """Where the time of one step's forward went: columns, a row for each kernel, all layers together.
+
+    calls: of the operation; seconds: on the device; bytes, flops: the least that these shapes make it read and
+    write, and compute. forward: seconds from the first kernel's start to the last one's end, what lies between
+    kernels included. bandwidth (bytes/s) and peak (FLOP/s): measured on this device; None: not known.
+    """
+
+    tokens: int
+    sequences: int
+    names: list[str]
+    calls: list[int]
+    seconds: list[float]
+    bytes: list[int]
+    flops: list[int]
+    forward: float
+    bandwidth: float | None = None
+    peak: float | None = None
+
+
+class GraphCaptured(Event, frozen=True):
+    """Steps that decode up to `bucket` sequences run as one CUDA graph from now on. graphs: how many there are
+    with it, 1 after all were dropped; 0: it could not be captured, and steps run without any. seconds: it took."""
+
+    bucket: int
+    graphs: int
+    seconds: float
+
+
 # --------------------------------------------------------------------------------------- requests
 
 
@@ -398,6 +427,8 @@ ALL_EVENTS: tuple[type[Event], ...] = (
     EngineError,
     HitAudited,
     DeviceSample,
+    KernelsProfiled,
+    GraphCaptured,
     RequestQueued,
     PrefixLookup,
     AdmissionBlocked,

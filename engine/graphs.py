@@ -8,14 +8,15 @@ bucket is first needed, in the engine's thread. How a graph is captured is a par
 from __future__ import annotations
 
 import logging
+import time
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from engine.events import GraphCaptured
 from engine.model import Decoder
 from engine.ops.base import StepInput
 from engine.ops.fp8 import Kv
@@ -28,12 +29,6 @@ BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 Body = Callable[[], Tensor]
 Capture = Callable[[Body], Callable[[], Tensor]]
 """Records what a function of static buffers does; what it returns does that again, into the same result."""
-
-
-class Events(Protocol):
-    """Told of each capture: (bucket, number of graphs so far)."""
-
-    def __call__(self, bucket: int, graphs: int) -> None: ...
 
 
 @dataclass(slots=True)
@@ -54,7 +49,7 @@ class DecodeGraphs:
         cache: Kv,
         most: int,
         capture: Capture,
-        events: Events = lambda bucket, graphs: None,
+        events: Callable[[GraphCaptured], None] = lambda event: None,
     ) -> None:
         assert isinstance(model.ops, TritonOps)
         self._model, self._ops, self._cache = model, model.ops, cache
@@ -75,14 +70,16 @@ class DecodeGraphs:
         bucket = self._buckets[bisect_left(self._buckets, n)]
         graph = self._graphs.get(bucket)
         if graph is None:
+            start = time.perf_counter()
             try:
                 graph = self._graphs[bucket] = self._captured(bucket, batch)
             except RuntimeError as e:  # out of memory, or a driver that cannot
                 self._failed = True
                 self._graphs.clear()
                 _log.warning("decoding without CUDA graphs, which is slower: %.120s", e)
+            self._events(GraphCaptured(bucket, len(self._graphs), time.perf_counter() - start))
+            if graph is None:
                 return None
-            self._events(bucket, len(self._graphs))
         self._fill(graph, batch, n)
         # A copy: a row may draw several times, or not at all, and the next step writes over these.
         return graph.replay()[batch.logit_rows]

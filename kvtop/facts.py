@@ -26,8 +26,9 @@ MOST_FINISHED = 10_000
 
 class Moment(NamedTuple):
     """Something worth showing once. kind: queued, admitted, blocked, hit, forked, copied, stored, evicted,
-    released, preempted, finished, cleared, error, lost. ids: blocks, in the event's order; for copied (src,
-    dst). hashes: of evicted and stored ones; `state.stored(hash)` tells their text. detail: one line."""
+    released, preempted, finished, cleared, profiled, graph, error, lost. ids: blocks, in the event's order; for
+    copied (src, dst). hashes: of evicted and stored ones; `state.stored(hash)` tells their text. detail: one
+    line."""
 
     t: float
     seq: int
@@ -64,6 +65,10 @@ class Facts:
         self.stopped: ev.EngineStopped | None = None
         self.errors: list[ev.EngineError] = []
         self.device: ev.DeviceSample | None = None
+        self.profile: ev.KernelsProfiled | None = None
+        """The latest."""
+        self.graphs: tuple[int, ...] = ()
+        """Batch sizes up to which decode steps run as CUDA graphs, ascending."""
         self.scheduled: ev.StepScheduled | None = None
         self.completed: ev.StepCompleted | None = None
         # requests and blocks

@@ -16,6 +16,7 @@ from kvtop.history import History
 from kvtop.pool_mirror import StateError
 from kvtop.pool_view import PoolView
 from kvtop.requests import RequestView, SequenceView
+from kvtop.units import duration
 
 MOST_BLOCKS = 1 << 24
 """A stream that claims more physical blocks than this is not believed."""
@@ -58,6 +59,30 @@ class RequestRules(Facts):
             value = getattr(e, name)
             if value is not None:
                 getattr(self.series, name).add(self.t, value)
+
+    def _on_profiled(self, e: ev.KernelsProfiled) -> None:
+        counts = [n for _, *row in zip(e.names, e.calls, e.bytes, e.flops, strict=True) for n in row]
+        times = [e.forward, *(s for _, s in zip(e.names, e.seconds, strict=True))]
+        rates = [rate for rate in (e.bandwidth, e.peak) if rate is not None]
+        if (
+            min(counts, default=0) < 0
+            or min(rates, default=1.0) < 1
+            or not 0 <= min(times) <= max(times) < 1e6
+        ):
+            raise StateError("KernelsProfiled: figures that cannot be")
+        self.profile = e
+        told = f"{e.tokens:,} token{'s' * (e.tokens != 1)}: {duration(e.forward)}"
+        if e.names:
+            told += f", longest {max(zip(e.seconds, e.names, strict=True))[1]}"
+        self._moment("profiled", detail=told)
+
+    def _on_graph(self, e: ev.GraphCaptured) -> None:
+        if e.graphs <= 1:
+            self.graphs = ()
+        if e.graphs:
+            self.graphs = tuple(sorted({*self.graphs, e.bucket}))
+        told = f"captured in {duration(e.seconds)}" if e.graphs else "not captured, steps run without"
+        self._moment("graph", detail=f"up to {e.bucket:,} sequence{'s' * (e.bucket != 1)}: {told}")
 
     # ------------------------------------------------------------------------------------ requests
 

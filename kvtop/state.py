@@ -177,6 +177,8 @@ class DashboardState(PoolRules, RequestRules):
         ev.EngineError: RequestRules._on_error,
         ev.HitAudited: RequestRules._on_audited,
         ev.DeviceSample: RequestRules._on_device,
+        ev.KernelsProfiled: RequestRules._on_profiled,
+        ev.GraphCaptured: RequestRules._on_graph,
         ev.RequestQueued: RequestRules._on_queued,
         ev.PrefixLookup: RequestRules._on_lookup,
         ev.AdmissionBlocked: RequestRules._on_blocked,

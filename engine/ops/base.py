@@ -11,7 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -19,6 +19,9 @@ from torch import Tensor
 from engine.ops.fp8 import Kv, parts
 from engine.ops.weights import Quantised, Quantization, Weight, quantise
 from engine.sampler import SampleRows, sample
+
+if TYPE_CHECKING:
+    from engine.ops.profile import Timer
 
 
 @dataclass(slots=True)
@@ -120,6 +123,8 @@ class Ops(ABC):
     """A back end. x is [T, features] in `dtype` on `device` unless said otherwise."""
 
     name: str
+    fused = False
+    """Linears add to a residual in float32, and gate_up applies the activation: no pass of its own does."""
 
     def __init__(
         self, device: torch.device, dtype: torch.dtype, quantization: Quantization | None = None
@@ -258,6 +263,10 @@ class Ops(ABC):
             delta = None if delta is None else delta[rows]
         hidden, _ = self.add_rms_norm(delta, residual, w.norm, w.eps)
         return self.logits(hidden, w.head)
+
+    def timed_decoder(self, w: DecoderWeights, cache: Kv, plan: StepPlan, timer: Timer) -> Tensor:
+        """`decoder`, the same bit for bit, telling `timer` what each kernel takes. Overridden with `decoder`."""
+        return timer.around(self, w).decoder(w, cache, plan)
 
 
 def launches(pairs: Iterable[tuple[int, int]]) -> Iterator[tuple[list[int], list[int]]]:

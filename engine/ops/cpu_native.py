@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 from ctypes import byref
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -33,6 +34,9 @@ from engine.ops.fp8 import Fp8Kv, Kv
 from engine.ops.threads import ThreadChoice
 from engine.ops.weights import Fp8, Int8, Quantised, Quantization
 from engine.sampler import SampleRows
+
+if TYPE_CHECKING:
+    from engine.ops.profile import Timer
 
 _BF16, _F32 = 0, 1
 """Modes of kvtop_linear."""
@@ -71,6 +75,7 @@ class NativeCpuOps(Ops):
     """Make one only where `available` says so."""
 
     name = "cpu"
+    fused = True
 
     def __init__(
         self,
@@ -263,6 +268,16 @@ class NativeCpuOps(Ops):
         self._lib.kvtop_decoder(
             byref(step), byref(_decoder(w)), *_addresses(cache), *pointers, samples, *made
         )
+        return logits
+
+    def timed_decoder(self, w: DecoderWeights, cache: Kv, plan: StepPlan, timer: Timer) -> Tensor:
+        assert isinstance(plan, _Plan)
+        times = (ctypes.c_double * (len(native.KERNELS) + 1))()
+        plan.native.times = ctypes.addressof(times)
+        logits = self.decoder(w, cache, plan)
+        plan.native.times = None
+        for kernel, seconds in zip(native.KERNELS, times[:-1], strict=True):
+            timer.add(kernel, seconds)
         return logits
 
     def _step(self, plan: StepPlan, kv: Kv) -> native.Step:

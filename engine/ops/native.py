@@ -72,8 +72,12 @@ class Step(Structure):
         *((name, c_void_p) for name in ("cos", "sin")),
         *((name, c_int64) for name in ("num_decode", "num_pack", "num_tiles", "num_merge")),
         *((name, c_void_p) for name in ("decode", "pack", "tiles", "merge", "part_start")),
-        *((name, c_void_p) for name in ("x", "qkv", "q", "y", "act", "keys", "values", "partial")),
+        *((name, c_void_p) for name in ("x", "qkv", "q", "y", "act", "keys", "values", "partial", "times")),
     )
+
+
+KERNELS = ("embed", "norm", "qkv", "qkv_prepare", "attention", "out", "gate_up", "down", "head")
+"""What `times` of a Step counts, in this order; then room for one moment."""
 
 
 @cache

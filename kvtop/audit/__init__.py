@@ -4,8 +4,8 @@ Owns what each kind of event demands of those before it: a life of a request, th
 look-up may find, what must be published, what the figures at the end must say. The pool's transitions
 are PoolMirror's. Written from the contract (engine.events), not from the engine's code, so that the two can
 contradict each other. Redundancy is the point: most events that are missing show even if whoever took them
-out renumbered the rest. Not those that nothing else depends on: ModelLoading, DeviceSample, a PoolSnapshot
-in the middle, and TokenPieces of a redacted recording.
+out renumbered the rest. Not those that nothing else depends on: ModelLoading, DeviceSample, KernelsProfiled,
+GraphCaptured, a PoolSnapshot in the middle, and TokenPieces of a redacted recording.
 """
 
 from __future__ import annotations

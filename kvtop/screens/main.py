@@ -35,6 +35,7 @@ from kvtop.widgets.evictions import EvictionsPanel
 from kvtop.widgets.hash_table import HashTablePanel
 from kvtop.widgets.header import Header
 from kvtop.widgets.hint import Hint, KeyLine
+from kvtop.widgets.kernels import KernelsPanel
 from kvtop.widgets.latency import ItlPanel, TtftPanel
 from kvtop.widgets.lines import Kept, Lines
 from kvtop.widgets.log_panel import LogPanel
@@ -123,6 +124,7 @@ class MainScreen(Kept, Screen[None]):
                 yield Box(self.queues, id="queues-box")
                 yield Box(MemoryPanel(), id="memory-box")
                 yield Box(BudgetPanel(), id="budget-box")
+                yield Box(KernelsPanel(), id="kernels-box")
         yield Box(self.strip, id="strip-box")
         with Row(id="graphs"):
             for panel, name in ((TtftPanel, "ttft"), (ItlPanel, "itl"), (ThroughputPanel, "throughput")):
@@ -173,6 +175,7 @@ class MainScreen(Kept, Screen[None]):
             "-broad": side and width >= 140,
             "-narrower": width < 140,
             "-deep": side and height >= 38,
+            "-tall": side and height >= 58,
             "-roomy": height >= 32,
             "-talk": height >= 28,
             "-low": height < 44,
@@ -198,6 +201,7 @@ class MainScreen(Kept, Screen[None]):
     def paint(self, state: DashboardState, now: float, wall: float, every: bool) -> bool:
         """Paint the widgets that are on the screen: those whose period is over at `wall`, or `every`
         one. Returns True if some still owe a frame."""
+        self.set_class(state.profile is not None, "-profiled")
         owed = False
         for widget in self._lines:
             if not _shown(widget):

@@ -12,6 +12,7 @@ from kvtop.text import safe_text
 from kvtop.units import NOT_HERE, percent, size
 from kvtop.widgets.budget import shares
 from kvtop.widgets.graph import Curve, Scale, graph, last_values, plot_width
+from kvtop.widgets.kernels import limit_of, of_roofline
 from kvtop.widgets.lines import Part, Row
 from kvtop.widgets.panel import Panel
 from kvtop.widgets.table import cut, progress
@@ -40,6 +41,12 @@ class DevicePanel(Panel):
         ("other", "The rest of the memory in use: activations, libraries, other programs."),
         ("traffic", "Bytes a second between one GPU's memory and its cores; only a simulated device tells."),
         ("power", "Watts drawn now, as the driver tells; CPUs do not tell."),
+        (
+            "roofline",
+            "Least time that the latest profiled step's bytes and operations take at rates measured here, of the time "
+            "it took. bandwidth: by its bytes alone, where no rate of operations is known.",
+        ),
+        ("graphs", "Steps that decode up to so many sequences run as one CUDA graph; captured at first use."),
     )
 
     def rows(self, state: DashboardState, now: float, width: int, height: int) -> list[Row]:
@@ -55,10 +62,15 @@ class DevicePanel(Panel):
             *self._memory(state, width, tells),
             self._line("power", _watts(sample.power if sample else None), width, None, tells),
         ]
+        if state.profile is not None and (part := of_roofline(state.profile)) is not None:
+            rows.append(self._line(limit_of(state.profile), percent(part), width, part, True))
         if sample is not None and sample.bandwidth is not None:
             rows.append(self._line("traffic", f"{sample.bandwidth / 1e9:,.0f} GB/s", width, None, True))
         if sample is not None and sample.temperature is not None:
             rows.append(self._line("temperature", f"{sample.temperature:.0f} °C", width, None, True))
+        if state.graphs:
+            sizes = " ".join(map(str, state.graphs))
+            rows.append((("graphs".ljust(_LABEL), self.ink("muted")), (sizes, self.ink("text"))))
         rows.append(
             (("runs on", self.ink("muted")), (" " * (_LABEL - 7), self.ink("muted")), self._runs_on(state))
         )

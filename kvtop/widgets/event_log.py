@@ -31,6 +31,8 @@ _LOOKS = {
     "stored": "muted",
     "released": "muted",
     "queued": "muted",
+    "profiled": "muted",
+    "graph": "muted",
 }
 
 
@@ -43,6 +45,8 @@ class EventLogPanel(Scrolling):
         ("◆ hit", "Blocks read from the cache at an admission."),
         ("× evicted", "What a block held, how long, how often it was read, and who took its memory."),
         ("stored", "Full blocks that entered the hash table: from now on they can be hit."),
+        ("profiled", "A step whose kernels were timed one by one; the device's panel of kernels has it."),
+        ("graph", "CUDA graph: decode steps of up to so many sequences are one launch from now on."),
         ("gave back", "References dropped; hashed blocks stay cached until their memory is taken."),
     )
 

@@ -200,6 +200,8 @@ _TELLERS = {
     "copied": lambda _, line: f"{who(line.request_id)} copied {line.detail}",
     "blocked": lambda _, line: f"{who(line.request_id)} waits, {safe_text(line.detail)}",
     "preempted": lambda _, line: f"{who(line.request_id)} preempted, {line.detail}",
+    "profiled": lambda _, line: f"profiled {safe_text(line.detail)}",
+    "graph": lambda _, line: f"graph of {line.detail}",
     "cleared": lambda _, line: f"cache cleared, {count(len(line.ids))} blocks forgotten",
     "error": lambda _, line: (
         f"error{' ' + who(line.request_id) if line.request_id is not None else ''}: {safe_text(line.detail)}"

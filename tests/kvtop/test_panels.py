@@ -33,6 +33,7 @@ from kvtop.widgets.device import DevicePanel
 from kvtop.widgets.event_log import EventLogPanel
 from kvtop.widgets.evictions import EvictionsPanel
 from kvtop.widgets.hash_table import HashTablePanel
+from kvtop.widgets.kernels import KernelsPanel
 from kvtop.widgets.latency import ItlPanel, TtftPanel
 from kvtop.widgets.log_panel import LogPanel
 from kvtop.widgets.memory import MemoryPanel
@@ -54,6 +55,7 @@ PANELS: tuple[type[Panel], ...] = (
     EvictionsPanel,
     ThroughputPanel,
     DevicePanel,
+    KernelsPanel,
     EventLogPanel,
     LogPanel,
 )

@@ -114,20 +114,37 @@ void kvtop_attention(const Step *s, const Attention *w, void *kv, float *scale) 
   attend(s, w, &c);
 }
 
+/* Called after a kernel's last barrier: adds to times[kernel] the seconds since the kernel before it ended, which
+ * times[TIMED] keeps. */
+static inline void timed(const Step *s, int kernel) {
+  if (!s->times || omp_get_thread_num()) return;
+  double now = omp_get_wtime();
+  s->times[kernel] += now - s->times[TIMED];
+  s->times[TIMED] = now;
+}
+
 /* residual += out(attention(norm(residual))) */
 static void attention_rows(const Step *s, const Attention *w, const Cache *c, float *residual) {
   norm_rows(residual, w->norm, w->eps, s->x, s->tokens, w->qkv.k);
+  timed(s, NORM);
   linear_rows(s->x, &w->qkv, s->qkv, s->tokens, STORE_BF16);
+  timed(s, QKV);
   prepare_rows(s, w, c);
+  timed(s, QKV_PREPARE);
   attend(s, w, c);
+  timed(s, ATTENTION);
   linear_rows(s->y, &w->out, residual, s->tokens, ADD_F32);
+  timed(s, OUT);
 }
 
 /* residual += down(silu(gate) * up) of norm(residual) */
 static void mlp_rows(const Step *s, const Mlp *w, float *residual) {
   norm_rows(residual, w->norm, w->eps, s->x, s->tokens, w->gate_up.k);
+  timed(s, NORM);
   linear_rows(s->x, &w->gate_up, s->act, s->tokens, GATED);
+  timed(s, GATE_UP);
   linear_rows(s->act, &w->down, residual, s->tokens, ADD_F32);
+  timed(s, DOWN);
 }
 
 void kvtop_attention_block(const Step *s, const Attention *w, void *kv, float *scale, float *residual) {
@@ -147,6 +164,7 @@ void kvtop_mlp_block(const Step *s, const Mlp *w, float *residual) {
 void kvtop_decoder(const Step *s, const Decoder *w, void *kv, float *scale, const int64_t *ids, const int64_t *wanted,
                    int64_t samples, float *residual, float *last, float *logits) {
   int64_t k = w->hidden;
+  if (s->times) s->times[TIMED] = omp_get_wtime();
 #pragma omp parallel num_threads(s->threads)
   {
 #pragma omp for schedule(static)
@@ -157,6 +175,7 @@ void kvtop_decoder(const Step *s, const Decoder *w, void *kv, float *scale, cons
         __m512i wide = _mm512_slli_epi32(_mm512_cvtepu16_epi32(v), 16);
         _mm512_mask_storeu_epi32(residual + t * k + i, mask, wide);
       }
+    timed(s, EMBED);
     for (int64_t l = 0; l < w->layers; l++) {
       const Attention *a = w->attention + l;
       int64_t slots = 2 * s->num_blocks * a->kv_heads * s->block_size;
@@ -167,6 +186,8 @@ void kvtop_decoder(const Step *s, const Decoder *w, void *kv, float *scale, cons
 #pragma omp for schedule(static)
     for (int64_t i = 0; i < samples; i++) memcpy(last + i * k, residual + wanted[i] * k, k * sizeof(float));
     norm_rows(last, w->norm, w->eps, s->x, samples, k);
+    timed(s, NORM);
     linear_rows(s->x, &w->head, logits, samples, STORE_F32);
+    timed(s, HEAD);
   }
 }

@@ -70,7 +70,10 @@ typedef struct {
   bf16 *x, *qkv, *q, *y, *act;                  /* scratch of one block */
   bf16 *keys, *values;                          /* packed KV of prefills: [key block][kv_head][KEYS x dim] */
   float *partial;                               /* [part][head][dim + 2]: sums, maximum, denominator */
+  double *times;                                /* NULL, or [TIMED + 1]: see timed() in block.c */
 } Step;
+
+enum { EMBED, NORM, QKV, QKV_PREPARE, ATTENTION, OUT, GATE_UP, DOWN, HEAD, TIMED }; /* as KERNELS in native.py */
 
 /* Each of these is called by every thread of a parallel region and ends with a barrier. */
 void norm_rows(const float *residual, const float *weight, float eps, bf16 *out, int64_t m, int64_t k);

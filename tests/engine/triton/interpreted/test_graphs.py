@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from engine.config import EngineConfig
+from engine.events import GraphCaptured
 from engine.graphs import BUCKETS, DecodeGraphs
 from engine.model import Decoder
 from engine.ops.base import StepInput
@@ -36,16 +37,14 @@ def fake_capture(body: Callable[[], Tensor]) -> Callable[[], Tensor]:
 def test_decodes_by_bucket_say_the_same() -> None:
     weights = random_weights(MODEL)
     said: list[list[list[int]]] = []
-    captured: list[tuple[int, int]] = []
+    captured: list[GraphCaptured] = []
     replayed: list[int] = []
     for graphed in (False, True):
         runner = TorchRunner.from_weights(MODEL, dict(weights), CONFIG)
         model = runner.model
         assert isinstance(model, Decoder)
         if graphed:
-            graphs = DecodeGraphs(
-                model, runner.cache, 3, fake_capture, lambda bucket, n: captured.append((bucket, n))
-            )
+            graphs = DecodeGraphs(model, runner.cache, 3, fake_capture, captured.append)
             eager = model.forward
 
             def forward(batch: StepInput, cache: Kv, graphs=graphs, eager=eager) -> Tensor:  # type: ignore[no-untyped-def]
@@ -64,7 +63,8 @@ def test_decodes_by_bucket_say_the_same() -> None:
         said.append([list(s.tokens) for s in seqs])
     assert said[0] == said[1]
     assert replayed == [3, 1, 2]  # four are over the largest bucket, a prompt has no graph
-    assert captured == [(3, 1), (1, 2), (2, 3)]
+    assert [(e.bucket, e.graphs) for e in captured] == [(3, 1), (1, 2), (2, 3)]
+    assert all(e.seconds > 0 for e in captured)
 
 
 def test_padding_writes_nothing() -> None:
@@ -120,9 +120,11 @@ def test_where_nothing_can_be_captured_steps_run_as_before() -> None:
     def refuse(body: object) -> Callable[[], Tensor]:
         raise RuntimeError("no graphs here")
 
-    runner._graphs = DecodeGraphs(runner.model, runner.cache, 8, refuse)
+    told: list[GraphCaptured] = []
+    runner._graphs = DecodeGraphs(runner.model, runner.cache, 8, refuse, told.append)
     driver = Driver(runner)
     seq = driver.add([1, 2, 3])
     for _ in range(3):
         driver.step(1000)
     assert len(seq) == 6
+    assert [(e.bucket, e.graphs) for e in told] == [(1, 0)]  # it is not tried again
