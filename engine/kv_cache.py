@@ -6,7 +6,8 @@ real token is ever written into it. A (block, head) is one contiguous run of slo
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -142,17 +143,70 @@ def allocate(cache: CacheSize, device: torch.device, dtype: torch.dtype) -> Kv:
 
     Raises SetupError where the memory cannot be had.
     """
-    shape = (cache.layers, 2, cache.num_blocks, cache.kv_heads, cache.block_size, cache.head_dim)
     try:
-        if not cache.scale_bytes:
-            return torch.zeros(shape, dtype=dtype, device=device)
-        data = torch.zeros(shape, dtype=torch.uint8, device=device)
-        return Fp8Kv(data, torch.zeros(shape[:-1], device=device))
+        return _zeros(cache, device, dtype)
     except (RuntimeError, MemoryError) as e:
         need = size(cache.num_blocks * cache.bytes_per_block)
         raise SetupError(
             f"too little memory: KV needs {need}; lower --kv-cache-memory or --num-blocks"
         ) from e
+
+
+def allocate_what_fits(
+    cache: CacheSize,
+    device: torch.device,
+    dtype: torch.dtype,
+    least_tokens: int,
+    *,
+    exact: bool = False,
+    zeros: Callable[[CacheSize, torch.device, torch.dtype], Kv] | None = None,
+    free: Callable[[], int] | None = None,
+) -> tuple[Kv, CacheSize, str]:
+    """`allocate` on a GPU whose memory may be less than was measured: others use it too. Smaller by a tenth of
+    the whole at a time, as long as `least_tokens` fit. Returns the cache, its size, and where that is not what
+    was asked for a notice of one line, else "".
+
+    exact: the size is what somebody asked for, not what was left over; it is had or refused. zeros, free:
+    make a cache, and tell how many bytes could be had; of tests.
+    Raises SetupError, which says what would fit.
+    """
+    make = zeros or _zeros
+    least = -(-least_tokens // cache.block_size) + 1
+    tenths = [cache.num_blocks * part // 10 for part in range(10, 0, -1)]
+    sizes = [n for n in tenths if n > least] + [min(least, cache.num_blocks)]
+    for blocks in dict.fromkeys(sizes[:1] if exact else sizes):
+        smaller = replace(cache, num_blocks=blocks)
+        try:
+            kv = make(smaller, device, dtype)
+        except torch.OutOfMemoryError:
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+            continue
+        if blocks == cache.num_blocks:
+            return kv, cache, ""
+        asked, had = (size(c.num_blocks * c.bytes_per_block) for c in (cache, smaller))
+        return (
+            kv,
+            smaller,
+            (
+                f"has {had} for KV instead of {asked}, {smaller.usable_tokens:,} tokens: "
+                f"the GPU had no more; lower --gpu-memory-utilization, or end what else uses it"
+            ),
+        )
+    left = free() if free else torch.cuda.mem_get_info(device)[0]
+    fits = left // cache.bytes_per_block
+    need = size((cache.num_blocks if exact else least) * cache.bytes_per_block)
+    what = f"KV needs {need}" if exact else f"KV for {least_tokens:,} tokens needs {need}"
+    advice = f"--num-blocks {fits} would fit" if fits >= 2 else "take a smaller model or --quantization int4"
+    raise SetupError(f"too little GPU memory: {what}, {size(left)} could be had; {advice}")
+
+
+def _zeros(cache: CacheSize, device: torch.device, dtype: torch.dtype) -> Kv:
+    shape = (cache.layers, 2, cache.num_blocks, cache.kv_heads, cache.block_size, cache.head_dim)
+    if not cache.scale_bytes:
+        return torch.zeros(shape, dtype=dtype, device=device)
+    data = torch.zeros(shape, dtype=torch.uint8, device=device)
+    return Fp8Kv(data, torch.zeros(shape[:-1], device=device))
 
 
 def distance(a: Kv, a_blocks: list[int], b: Kv, b_blocks: list[int]) -> list[float]:
