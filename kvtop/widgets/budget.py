@@ -37,6 +37,10 @@ class BudgetPanel(Panel):
         ("decode", "Tokens of running requests that already generate: one each, served first."),
         ("prefill", "Prompt tokens of this step's chunks: they fill what the decodes leave."),
         ("unused", "Budget that nobody needed."),
+        (
+            "overrun",
+            "Tokens computed for requests that had ended: with a step launched ahead an end shows one step late.",
+        ),
         ("schedule", "Choosing sequences, allocating blocks, looking up prefixes (ms)."),
         ("prepare", "Building the batch's rows and tables (ms)."),
         ("forward", "The model's forward pass (ms)."),
@@ -72,6 +76,7 @@ class BudgetPanel(Panel):
 
     def _token_figures(self, step: StepCompleted, width: int) -> Row:
         used = step.decode_tokens + step.prefill_tokens
+        overrun = (("overrun", count(step.overrun), None),) if step.overrun else ()
         return self._under(
             width,
             (
@@ -79,6 +84,7 @@ class BudgetPanel(Panel):
                 ("prefill", count(step.prefill_tokens) if step.prefill_tokens else NONE, self.ink("prefill")),
                 ("unused", count(max(0, step.budget - used)), None),
                 ("of", count(step.budget), None),
+                *overrun,
             ),
         )
 

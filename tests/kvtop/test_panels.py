@@ -285,6 +285,9 @@ async def test_the_budget_bar_is_the_step() -> None:
         assert lines[1].split() == ["decode", "25", "prefill", "50", "unused", "25"]
         assert lines[2].startswith("time    ░▒███")
         assert "schedule 0.1 ms" in lines[3]
+    more(state, msgspec.structs.replace(done, budget=100, decode_tokens=25, prefill_tokens=50, overrun=3))
+    async with shown(BudgetPanel(), state, 70, 5) as lines:
+        assert lines[1].split()[-4:] == ["of", "100", "overrun", "3"]
 
 
 @given(st.lists(st.integers(0, 10_000), min_size=2, max_size=5), st.integers(1, 200))
