@@ -1,8 +1,8 @@
-"""Attention alone: decode in GB/s beside the copy of this card, prefill in TFLOP/s, torch's SDPA beside both."""
+"""Attention alone: decode in GB/s beside the copy of this card, prefill in TFLOP/s; torch's SDPA and the back
+ends that are installed beside both."""
 
 from __future__ import annotations
 
-import importlib.util
 from functools import partial
 from typing import Any
 
@@ -10,10 +10,16 @@ import torch
 from torch import Tensor
 
 from engine.ops.triton import TritonOps
+from tests.gpu import peers
 from tests.gpu.machine import Machine, Table
 from tests.gpu.problems import QWEN3_8B, Problem
 
 _sdpa = torch.nn.functional.scaled_dot_product_attention
+
+
+OF_COPY = 0.8
+"""Asked of decode attention where the KV is over LARGE bytes, which no cache holds."""
+LARGE = 64e6
 
 
 def run(m: Machine) -> list[Table]:
@@ -22,12 +28,14 @@ def run(m: Machine) -> list[Table]:
 
 
 def _decode(m: Machine) -> Table:
-    flash = importlib.util.find_spec("flash_attn") is not None
-    columns = ("decode attention", "KV MB", "us", "GB/s", "of copy", "FP8 us", "FP8 GB/s", "SDPA us")
-    table = Table("Decode attention, one layer", (*columns, "flash-attn us") if flash else columns)
     c, dtype = QWEN3_8B, torch.bfloat16
-    for batch in (1, 8, 64) if m.real else (1, 2):
-        for context in (512, 2048, 8192, 32_768) if m.real else (40,):
+    others = peers.backends(m, c)
+    columns = (
+        "decode attention", "KV MB", "us", "GB/s", "of copy", "target", "FP8 us", "FP8 GB/s", "SDPA us",
+    )  # fmt: skip
+    table = Table("Decode attention, one layer", (*columns, *(f"{name} us" for name, _, _ in others)))
+    for batch in (1, 8, 64) if m.real else (1,):
+        for context in (512, 2048, 8192, 32_768) if m.real else (20,):
             size = batch * context * 2 * c.num_kv_heads * c.head_dim * 2
             if 6 * size > m.free():
                 table.rows.append(
@@ -50,17 +58,22 @@ def _decode(m: Machine) -> Table:
                 cells += [f"{t * 1e6:.1f}", f"{read / t / 1e9:,.0f}"]
                 if not fp8:
                     cells.append(f"{read / t / m.copy_bandwidth:.0%}")
+                    asked = read > LARGE or not m.real
+                    what = f"decode attention, {batch} x {context:,}, part of the copy bandwidth"
+                    cells.append(m.target(what, read / t / m.copy_bandwidth, OF_COPY) if asked else "")
                 del cache
             k, v = _dense(kv, batch, context)
             grouped = q.view(batch, c.num_kv_heads, -1, c.head_dim)
             cells.append(f"{m.seconds(partial(_sdpa, grouped, k, v)) * 1e6:.1f}")
-            if flash:
-                from flash_attn import flash_attn_with_kvcache
-
-                kf, vf = k.transpose(1, 2).contiguous(), v.transpose(1, 2).contiguous()
-                lens = p.batch.kv_lens
-                t = m.seconds(partial(flash_attn_with_kvcache, q[:, None], kf, vf, cache_seqlens=lens))
-                cells.append(f"{t * 1e6:.1f}")
+            for _, other, block_size in others:
+                own, theirs = p, kv
+                if block_size != p.block_size:
+                    own = Problem(c, [(1, context)] * batch, block_size, m.device, dtype, poison=False)
+                    theirs = own.cache()
+                plan = other.plan(own.batch, rope)
+                cells.append(
+                    f"{m.seconds(partial(other.attend, q, theirs, plan, c.head_dim**-0.5)) * 1e6:.1f}"
+                )
             table.rows.append(tuple(cells))
     return table
 
@@ -74,15 +87,16 @@ def _dense(kv: Tensor, batch: int, context: int) -> tuple[Tensor, Tensor]:
 
 
 def _prefill(m: Machine) -> Table:
-    table = Table(
-        "Prefill attention, one layer, causal",
-        ("new + cached tokens", "ms", "TFLOP/s", "SDPA ms", "SDPA TFLOP/s"),
-    )
     c, dtype = QWEN3_8B, torch.bfloat16
+    others = peers.backends(m, c)
+    columns = ("new + cached tokens", "ms", "TFLOP/s", "SDPA ms", "SDPA TFLOP/s")
+    table = Table(
+        "Prefill attention, one layer, causal", (*columns, *(f"{name} ms" for name, _, _ in others))
+    )
     for new, past in (
         ((2048, 0), (8192, 0), (16_384, 0), (512, 8192), (16, 32_768), (1, 177_000))
         if m.real
-        else ((20, 30),)
+        else ((5, 0), (3, 20))
     ):
         p = Problem(c, [(new, new + past)], 16, m.device, dtype, poison=False)
         ops = TritonOps(m.device, dtype, c)
@@ -96,5 +110,13 @@ def _prefill(m: Machine) -> Table:
             dense = q.transpose(0, 1)[None].contiguous()
             t = m.seconds(partial(_sdpa, dense, k, v, is_causal=True))
             cells += [f"{t * 1e3:.3f}", f"{flops / t / 1e12:,.1f}"]
-        table.rows.append((*cells, *[""] * (5 - len(cells))))
+        cells += [""] * (5 - len(cells))
+        for _, other, block_size in others:
+            own, theirs = p, kv
+            if block_size != p.block_size:
+                own = Problem(c, [(new, new + past)], block_size, m.device, dtype, poison=False)
+                theirs = own.cache()
+            plan = other.plan(own.batch, own.rope())
+            cells.append(f"{m.seconds(partial(other.attend, q, theirs, plan, c.head_dim**-0.5)) * 1e3:.3f}")
+        table.rows.append(tuple(cells))
     return table

@@ -10,14 +10,19 @@ import torch
 from torch import Tensor
 
 from engine.config import EngineConfig
+from engine.graphs import cuda_capture
+from engine.ops import scaled
 from engine.ops.base import StepPlan
 from engine.ops.fp8 import Fp8Kv
+from engine.ops.fp8 import quantise as to_fp8
 from engine.ops.reference import ReferenceOps, attend
 from engine.ops.triton import TritonOps
+from engine.ops.weights import Fp8, quantise
 from engine.sampler import PARAMS, SampleRows
 from engine.sampler import sample as torch_sample
 from engine.torch_runner import TorchRunner
 from tests.engine.tiny import QWEN3, Driver, random_weights
+from tests.gpu import peers
 from tests.gpu.machine import Machine, Table
 from tests.gpu.problems import QWEN3_8B, Problem
 
@@ -34,6 +39,8 @@ def run(m: Machine) -> list[Table]:
             c = replace(QWEN3_8B, num_heads=heads, num_kv_heads=kv_heads, head_dim=dim)
             _attention(m, table, Problem(c, REAL if m.real else DRY, 16, m.device, dtype), dtype)
         _small(m, table, dtype)
+    _linears(m, table)
+    _backends(m, table)
     _sampling(m, table)
     _engine(m, table)
     return [table]
@@ -103,6 +110,60 @@ def _small(m: Machine, table: Table, dtype: torch.dtype) -> None:
     for o, c in zip((ops, plain), copies, strict=True):
         o.copy_blocks(c, [(1, 2), (2, 3), (7, 1), (5, 9)])
     _same(table, f"copy of blocks: {name}", torch.equal(*copies))
+
+
+def _linears(m: Machine, table: Table) -> None:
+    """Against the product of the values that the codes mean, and for FP8 of many rows those of the input's too."""
+    inputs, outputs = (4096, 6144) if m.real else (64, 48)
+    for form in ("int8", "int4", "fp8"):
+        if form == "fp8" and m.capability < (8, 9):
+            continue
+        ops = TritonOps(m.device, torch.bfloat16, QWEN3_8B, form)  # type: ignore[arg-type]
+        w = quantise(torch.randn(outputs, inputs, device=m.device).mul_(0.02), form)  # type: ignore[arg-type]
+        packed, values = ops.pack(w), w.values(torch.float64)
+        for rows in (1, 16, 17, 64, 65, 300) if m.real else (2, 20, 70):
+            x = torch.randn(rows, inputs, device=m.device).bfloat16()
+            seen, how = x, "as they are"
+            if form == "fp8" and rows >= scaled.FROM_ROWS and ops._scaled:
+                bits, scale = to_fp8(x)
+                seen = Fp8(bits.view(torch.float8_e4m3fn), scale).values(torch.float32)
+                how = "scaled"
+            exact = seen.double() @ values.T
+            plain = torch.nn.functional.linear(seen.float(), values.float()).bfloat16()
+            _say(
+                table, f"{form.upper()} linear, {rows} rows {how}", ops.linear(x, packed), plain, exact, 1e-3
+            )
+
+
+def _backends(m: Machine, table: Table) -> None:
+    """flash-attn and flashinfer, where they are installed: a ragged step, and decodes by a captured graph."""
+    c, dtype = QWEN3_8B, torch.bfloat16
+    scale = c.head_dim**-0.5
+    for name, ops, block_size in peers.backends(m, c):
+        p = Problem(c, REAL if m.real else DRY, block_size, m.device, dtype)
+        kv, q = p.cache(), p.q()
+        exact = attend(q.double(), kv.double(), p.batch, torch.float64, scale)
+        plain = attend(q, kv, p.batch, torch.float32, scale)
+        _say(
+            table,
+            f"{name}: a ragged step",
+            ops.attend(q, kv, ops.plan(p.batch, p.rope()), scale),
+            plain,
+            exact,
+            4e-3,
+        )
+        p = Problem(c, [(1, n) for n in ((1, 300, 4097) if m.real else (1, 20))], block_size, m.device, dtype)
+        kv, q = p.cache(), p.q()
+        exact = attend(q.double(), kv.double(), p.batch, torch.float64, scale)
+        plain = attend(q, kv, p.batch, torch.float32, scale)
+        plan = ops.static_plan(p.batch, p.rope())
+
+        def body(ops: TritonOps = ops, q: Tensor = q, kv: Tensor = kv, plan: StepPlan = plan) -> Tensor:
+            return ops.attend(q, kv, plan, scale)
+
+        replay = cuda_capture(m.device)(body) if m.real else body
+        ops.fill(plan, p.batch.kv_lens_host)
+        _say(table, f"{name}: decodes by a graph", replay(), plain, exact, 4e-3)
 
 
 def _sampling(m: Machine, table: Table) -> None:

@@ -1,4 +1,5 @@
-"""The machine that is measured: its name, its clock, its copy bandwidth; and the tables that are printed."""
+"""The machine that is measured: its name, its clock, its copy bandwidth, what is asked of it; and the tables
+that are printed."""
 
 from __future__ import annotations
 
@@ -25,13 +26,21 @@ class Table:
         return f"## {self.title}\n\n" + "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
 
 
+LIMIT = 580.0
+"""Seconds that the whole may take; what is heavy and comes last asks how many are left."""
+
+
 class Machine:
     """device: the card, or a CPU in a dry run, where shapes are tiny."""
 
     def __init__(self, device: torch.device) -> None:
+        self._start = time.monotonic()
+        self.targets = Table("Targets on an H200", ("what", "measured", "at least", "verdict"))
         self.device = device
         self.real = device.type == "cuda"
         self.name = torch.cuda.get_device_name(device) if self.real else "dry run: no GPU, times mean nothing"
+        self._asked = "H200" in self.name or not self.real
+        self.capability = torch.cuda.get_device_capability(device) if self.real else (9, 0)
         self.memory = torch.cuda.mem_get_info(device)[1] if self.real else 1 << 30
         self._flush = torch.empty((256 if self.real else 1) << 20, dtype=torch.uint8, device=device)
         self.copy_bandwidth = self._copy()
@@ -49,18 +58,28 @@ class Machine:
             f"{self.memory / 2**30:.0f} GiB; measured copy {self.copy_bandwidth / 1e9:,.0f} GB/s"
         )
 
+    def left(self) -> float:
+        """Seconds of LIMIT."""
+        return LIMIT - (time.monotonic() - self._start)
+
+    def target(self, what: str, measured: float, least: float) -> str:
+        """A cell that says whether it is met; empty on a card of which nothing is asked."""
+        if not self._asked:
+            return ""
+        verdict = "met" if measured >= least else "NOT MET"
+        self.targets.rows.append((what, _figure(measured), _figure(least), verdict))
+        return f"{verdict} ({_figure(least)})"
+
     def free(self) -> int:
         """Bytes that can still be taken."""
         return torch.cuda.mem_get_info(self.device)[0] if self.real else 1 << 28
 
     def seconds(self, f: Callable[[], object], *, cold: bool = True, times: int = 15) -> float:
         """Median GPU time of f. cold: the L2 is filled with something else before each run."""
-        for _ in range(3 if self.real else 1):
-            f()
         if not self.real:
-            t = time.perf_counter()
+            return self.wall(f, 1)
+        for _ in range(3):
             f()
-            return time.perf_counter() - t
         spans = []
         for _ in range(times):
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -75,7 +94,8 @@ class Machine:
 
     def wall(self, f: Callable[[], object], times: int) -> float:
         """Seconds a call of f, host included, over `times` calls in a row."""
-        f()
+        if self.real:
+            f()
         self.wait()
         t = time.perf_counter()
         for _ in range(times):
@@ -92,3 +112,7 @@ class Machine:
         size = (1 << 30) if self.real else 1 << 20
         a, b = torch.empty((2, size), dtype=torch.uint8, device=self.device)
         return 2 * size / self.seconds(lambda: b.copy_(a), cold=False)
+
+
+def _figure(value: float) -> str:
+    return f"{value:,.0f}" if value >= 10 else f"{value:.2f}"

@@ -34,10 +34,13 @@ def test_every_line_of_it_runs_interpreted() -> None:
     assert run.returncode == 0, run.stdout + run.stderr
     assert "WRONG" not in run.stdout
     for title in (
-        "Correctness",
-        "Decode attention",
-        "Prefill attention",
-        "Decode, Qwen3-8B",
-        "Prefill, Qwen3-8B",
-    ):
+        "Correctness", "Decode attention", "Prefill attention", "Linears", "Sampling", "Decode, Qwen3-8B",
+        "Prefill, Qwen3-8B", "vLLM", "Targets on an H200",
+    ):  # fmt: skip
         assert f"## {title}" in run.stdout
+    rows = [line.split(" | ") for line in run.stdout.splitlines()]
+    said = {cells[0].removeprefix("| ") for cells in rows}
+    assert {"flash-attn, blocks of 256: a ragged step", "flashinfer: decodes by a graph",
+            "FP8 linear, 20 rows scaled", "fp8, fp8", "prefill, bf16, 2 by 1, tok/s"} <= said  # fmt: skip
+    targets = run.stdout.partition("## Targets on an H200\n\n")[2].splitlines()[2:]
+    assert len(targets) == 5 and all(line.endswith(("| met |", "| NOT MET |")) for line in targets)
