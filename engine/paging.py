@@ -65,9 +65,12 @@ class Paging:
         self._flight.append(self._now)
 
     def cancel_step(self) -> None:
-        """The step that was being planned came to nothing."""
-        self._flight.pop()
+        """The step that was being planned came to nothing. What was touched for it stays touched, and may be
+        what a step in flight has yet to write."""
+        dropped = self._flight.pop()
         self._now = self._flight[-1] if self._flight else _StepBooks()
+        for seq, ids in dropped.touched.items():
+            self._now.touched.setdefault(seq, []).extend(ids)
 
     def step_written(self) -> None:
         """The oldest step in flight is over: forget it."""

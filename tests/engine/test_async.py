@@ -315,6 +315,33 @@ def test_a_step_that_fails_takes_its_requests_and_whoever_reads_what_it_did_not_
     assert rig.answer(reader) == rig.truth(reader, 5) and rig.answer(bystander) == rig.truth(bystander, 5)
 
 
+def test_who_goes_on_behind_unwritten_blocks_and_then_gets_no_row_falls_with_their_step() -> None:
+    """Planning ahead takes what the step in flight publishes, meets an empty pool and comes to nothing."""
+
+    def fault(step: int, at: str) -> None:
+        if step == 5 and at == "before":
+            raise ToyFault(at)
+
+    rig = Rig(
+        num_blocks=12, block_size=4, ahead=1, fault=fault,
+        max_num_batched_tokens=8, long_prefill_token_threshold=4, max_num_seqs=6,
+    )  # fmt: skip
+    writers = [rig.add(prompt(1, i + 1), 8, logprobs=1) for i in range(4)]
+    while [row.start for row in writers[0].branches[0].in_flight] != [3]:
+        rig.step()
+    reader = rig.add(prompt(20), 4)
+    publisher = rig.add(prompt(12), 6, logprobs=1)
+    rig.step()
+    rig.step()
+    (flight,) = rig.core._flight
+    published = publisher.branches[0].table[2]
+    assert [row.n for row in flight.plan.rows] == [1, 1, 1, 1, 4] and rig.pool.num_available == 0
+    assert rig.core.begin() is None and reader.branches[0].table[2] == published
+    rig.run()
+    assert publisher.finish_reason == "error" and reader.preemptions == 1
+    assert rig.answer(reader) == rig.truth(reader, 4)
+
+
 def test_a_step_that_cannot_be_launched_lets_the_one_in_flight_finish() -> None:
     rig = Rig(ahead=1)
     request = rig.add(prompt(20), 10)
