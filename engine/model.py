@@ -7,7 +7,7 @@ is computed is the ops' matter. Logits are made only for the rows that sample.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
@@ -16,6 +16,9 @@ from engine.layers import Weights, attention_weights, mlp_weights, rope_table, t
 from engine.ops.base import DecoderWeights, Ops, StepInput, StepPlan
 from engine.ops.fp8 import Kv
 from engine.ops.weights import Quantization, linear_bytes
+
+if TYPE_CHECKING:
+    from engine.ops.profile import Timer
 
 
 class Model(Protocol):
@@ -51,6 +54,8 @@ class Decoder:
         c = self.config = config
         self.ops = ops
         self.notice = ""
+        self.timer: Timer | None = None
+        """Times the kernels of the forwards to come."""
         embed = take(weights, "model.embed_tokens.weight", (c.vocab_size, c.hidden_size))
         untied = not c.tie_word_embeddings and "lm_head.weight" in weights
         head = take_linear(weights, "lm_head.weight", (c.vocab_size, c.hidden_size)) if untied else embed
@@ -74,6 +79,8 @@ class Decoder:
 
     def compute(self, plan: StepPlan, cache: Kv) -> Tensor:
         """`forward` of a step that is planned."""
+        if self.timer is not None:
+            return self.timer.decoder(self.ops, self.weights, cache, plan)
         return self.ops.decoder(self.weights, cache, plan)
 
 

@@ -37,6 +37,16 @@ class Timer:
         self._watch = watch
         self._spans: list[tuple[str, Any, Any]] = []
         self._known: dict[str, float] = {}
+        self.start: Any = None
+        self.end: Any = None
+        """Stamps around all of them."""
+
+    def decoder(self, ops: Ops, w: DecoderWeights, cache: Kv, plan: StepPlan) -> Tensor:
+        """`ops.decoder`, timed."""
+        self.start = self._watch.stamp()
+        logits = ops.timed_decoder(w, cache, plan, self)
+        self.end = self._watch.stamp()
+        return logits
 
     def around(self, ops: Ops, weights: DecoderWeights) -> Ops:
         """`ops` with each small operation timed; for those that compose decoders of them."""
@@ -104,28 +114,27 @@ class _Profile:
 
     work: dict[str, Work]
     timer: Timer
-    start: Any
-    end: Any
     tokens: int
     sequences: int
 
 
 class Profiler:
-    """Profiles one step in `every` seconds of each kind: those that only decode, and the others.
+    """Profiles one step of `model` in `every` seconds of each kind: those that only decode, and the others.
 
     Measures the roofline when it is made. Lives in the engine thread, as its ops do.
     """
 
     def __init__(
         self,
-        ops: Ops,
+        model: Decoder,
         every: float = EVERY,
         *,
         watch: Stopwatch | None = None,
         roof: Roofline | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._ops, self._every, self._clock = ops, every, clock
+        ops = model.ops
+        self._model, self._every, self._clock = model, every, clock
         self._watch = watch or stopwatch(ops.device)
         self._roof = roof or roofline(ops.device, ops.dtype, torch.get_num_threads())
         self._due = {False: float("-inf"), True: float("-inf")}
@@ -142,21 +151,22 @@ class Profiler:
         self._watch.hold()
         return True
 
-    def forward(self, model: Decoder, batch: StepInput, cache: Kv) -> Tensor:
-        """`model.forward`, the same bit for bit; `take` has the profile when the device is through."""
-        plan = self._ops.plan(batch, model.rope)
-        timer = Timer(self._watch)
-        start = self._watch.stamp()
-        logits = self._ops.timed_decoder(model.weights, cache, plan, timer)
-        end = self._watch.stamp()
-        todo = work(self._ops, model.weights, batch, cache, logits.element_size())
-        self._pending.append(_Profile(todo, timer, start, end, len(batch.token_ids), len(batch.q_lens)))
+    def forward(self, batch: StepInput, cache: Kv) -> Tensor:
+        """The model's forward, the same bit for bit; `take` has the profile when the device is through."""
+        model = self._model
+        timer = model.timer = Timer(self._watch)
+        try:
+            logits = model.forward(batch, cache)
+        finally:
+            model.timer = None
+        todo = work(model.ops, model.weights, batch, cache, logits.element_size())
+        self._pending.append(_Profile(todo, timer, len(batch.token_ids), len(batch.q_lens)))
         return logits
 
     def take(self) -> list[KernelsProfiled]:
         """The profiles that are finished, oldest first; none is told twice. Never waits."""
         found = []
-        while self._pending and self._watch.passed(self._pending[0].end):
+        while self._pending and self._watch.passed(self._pending[0].timer.end):
             found.append(self._event(self._pending.popleft()))
         return found
 
@@ -170,7 +180,7 @@ class Profiler:
             seconds=[seconds.get(name, 0.0) for name in p.work],
             bytes=[w.bytes for w in p.work.values()],
             flops=[w.flops for w in p.work.values()],
-            forward=self._watch.seconds(p.start, p.end),
+            forward=self._watch.seconds(p.timer.start, p.timer.end),
             bandwidth=self._roof.bandwidth,
             peak=self._roof.peak,
         )

@@ -36,7 +36,8 @@ class KernelsPanel(Panel):
         (
             "roofline",
             "Least time that the kernel's bytes and operations take at the measured rates, of the time it took; over "
-            "100 % where caches give more than memory. bandwidth: the same, where only that rate is known.",
+            "100 % where a cache gave more than memory, or the rates were measured while the machine was busy. "
+            "bandwidth: the same, where only that rate is known.",
         ),
         ("copy, read", "Bytes a second that a plain copy (GPU) or read (CPU) reached here at the start."),
         (

@@ -115,11 +115,11 @@ def test_logits_and_kv_are_those_of_any_forward(
     ops = make(kind, dtype, WIDE, quantization)
     model = Decoder(WIDE, random_weights(WIDE, 5), ops, 400)
     batch, caches = step(lengths), [blank(WIDE, ops, fp8) for _ in range(2)]
-    profiler = Profiler(ops, roof=ROOF)
+    profiler = Profiler(model, roof=ROOF)
     with torch.inference_mode():
         plain = model.forward(batch, caches[0])
         assert profiler.begin(batch)
-        profiled = profiler.forward(model, batch, caches[1])
+        profiled = profiler.forward(batch, caches[1])
         again = model.forward(batch, caches[1])
     assert torch.equal(plain, profiled) and torch.equal(plain, again)
     for a, b in zip(*map(parts, caches), strict=True):
@@ -135,7 +135,7 @@ def test_logits_and_kv_are_those_of_any_forward(
 def test_every_call_is_timed_once_and_told_when_the_device_has_made_it() -> None:
     ops, watch = ReferenceOps(CPU, torch.float32), Steps()
     model = Decoder(QWEN2, random_weights(QWEN2), ops, 400)
-    profiler = Profiler(ops, watch=watch, roof=ROOF, every=0)
+    profiler = Profiler(model, watch=watch, roof=ROOF, every=0)
     cache = blank(QWEN2, ops)
     watch.reached = 0
     ends = []
@@ -143,7 +143,7 @@ def test_every_call_is_timed_once_and_told_when_the_device_has_made_it() -> None
         batch = step(lengths)
         assert profiler.begin(batch)
         assert len(watch.held) == len(ends) + 1 and watch.held[-1] == watch.now  # held before the first stamp
-        profiler.forward(model, batch, cache)
+        profiler.forward(batch, cache)
         ends.append(watch.now)
     assert profiler.take() == []
     watch.reached = ends[0]
@@ -218,9 +218,13 @@ def test_bytes_of_a_fused_step_in_8_bits() -> None:
 # ------------------------------------------------------------------------------------------ when, how
 
 
+def reference() -> Decoder:
+    return Decoder(LLAMA, random_weights(LLAMA), ReferenceOps(CPU, torch.float32), 400)
+
+
 def test_a_step_of_each_kind_is_due_every_so_often() -> None:
     now, watch = 100.0, Steps()
-    profiler = Profiler(ReferenceOps(CPU, torch.float32), 10.0, watch=watch, roof=ROOF, clock=lambda: now)
+    profiler = Profiler(reference(), 10.0, watch=watch, roof=ROOF, clock=lambda: now)
     prefill, decode = step([(1, 3), (5, 9)]), step(DECODES)
     assert [profiler.begin(b) for b in (prefill, decode, prefill, decode)] == [True, True, False, False]
     now += 9.9
@@ -245,8 +249,7 @@ def test_the_roofline_is_measured_once_and_what_cannot_be_is_not_known(
         raise torch.OutOfMemoryError("no room")
 
     monkeypatch.setattr(torch, "ones", full)
-    ops = ReferenceOps(CPU, torch.float32)
-    assert Profiler(ops)._roof is found
+    assert Profiler(reference())._roof is found
     assert roofline(CPU, torch.bfloat16, 1) == Roofline(None, None)
     roofline.cache_clear()
 

@@ -18,11 +18,11 @@ def test_logits_are_those_of_any_forward() -> None:
     c = replace(LLAMA3, num_layers=1)
     ops = TritonOps(CPU, torch.float32, c, fp8_kv=True)
     model, batch, cache = Decoder(c, random_weights(c), ops, 64), step([(1, 9), (2, 3)]), blank(c, ops, True)
-    profiler = Profiler(ops, watch=Steps(), roof=Roofline(None, None))
+    profiler = Profiler(model, watch=Steps(), roof=Roofline(None, None))
     with torch.inference_mode():
         plain = model.forward(batch, cache)
         assert profiler.begin(batch)
-        assert torch.equal(profiler.forward(model, batch, cache), plain)
+        assert torch.equal(profiler.forward(batch, cache), plain)
     (told,) = profiler.take()
     assert told.names == NAMES
     assert told.seconds == [1.0, 3.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0]
