@@ -116,10 +116,15 @@ class Scheduler:
         self._preempted_now = False
         decodes: list[Sequence] = []
         prefills: list[Sequence] = []
+        waited_for = False
         for request in self.running:
             for seq in request.live:
                 if not seq.in_flight or self._is_foreseeable(seq):
                     (decodes if seq.is_decoding else prefills).append(seq)
+                elif self._needs_each_token(seq) and seq.in_flight[-1].start >= seq.num_known:
+                    waited_for = True
+        if waited_for:  # else those that wait would fall into two halves, each in every other step, for good
+            decodes = [s for s in decodes if not self._needs_each_token(s)]
         for place, seq in enumerate((*decodes, *prefills), 1):
             if self._left <= 0 or self._short:
                 break
@@ -143,11 +148,15 @@ class Scheduler:
         row, request = seq.in_flight[-1], seq.request
         if not row.sample:
             return True
-        if self._lookup is not None or row.branches or request.params.needs_each_token:
+        if row.branches or self._needs_each_token(seq):
             return False
         tokens = seq.num_tokens
         longest = self._max_model_len is None or tokens < self._max_model_len
         return longest and tokens - request.prompt_tokens < request.params.max_tokens
+
+    def _needs_each_token(self, seq: Sequence) -> bool:
+        """It decodes only from tokens that the host knows."""
+        return self._lookup is not None or seq.request.params.needs_each_token
 
     def _schedule_running(self, seq: Sequence) -> None:
         start, shared, hits, first = seq.num_scheduled, 0, [], seq

@@ -80,6 +80,26 @@ def test_who_needs_each_token_waits_for_it_and_holds_nobody_up(needs: dict[str, 
     assert all(len(s.output_ids) == 6 for s in other.branches)
 
 
+@pytest.mark.parametrize("speculate", [0, 3])
+@pytest.mark.parametrize("plain", [False, True], ids=["alone", "beside a plain one"])
+def test_those_that_wait_for_each_token_decode_in_the_same_steps(plain: bool, speculate: int) -> None:
+    """They come one step apart and yet do not take turns, which would cost twice the steps."""
+    rig = Rig(ahead=1, speculate=speculate)
+    needs: dict[str, Any] = {} if speculate else {"logprobs": 1}
+    if plain:
+        rig.add(prompt(20, 2), 30)
+    requests = []
+    for i in range(3):
+        requests.append(rig.add(prompt(20, i + 3), 20, **needs))
+        rig.step()
+    rig.run()
+    decoded = [e.decode_tokens for e in rig.events(ev.StepCompleted)]
+    assert sum(n >= 3 for n in decoded) >= 17
+    if not plain:
+        assert len(decoded) <= 20 + 5
+    assert all(rig.answer(r) == rig.truth(r, 20) for r in requests)
+
+
 def test_drafts_are_read_off_known_tokens_so_nothing_goes_ahead_of_them() -> None:
     rig = Rig(ahead=1, speculate=3, vocab=2)
     rig.add(prompt(20, vocab=2), 20)
