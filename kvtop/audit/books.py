@@ -112,6 +112,14 @@ class Books:
         need(seq_id in self._branches, f"sequence {seq_id} was never admitted")
         return self._branches[seq_id]
 
+    def _reached(self, branch: Branch) -> int:
+        """Tokens that have KV once the step that is told is sampled."""
+        plan = self._scheduled
+        if plan is None or self._sampled or branch.seq_id not in plan.seq_ids:
+            return branch.computed
+        row = plan.seq_ids.index(branch.seq_id)
+        return plan.start[row] + plan.n[row]
+
     def _first(self, life: Life, seq_id: int) -> Branch:
         return Branch(seq_id, life, list(life.queued.prompt_token_ids), life.prompt)
 

@@ -88,7 +88,7 @@ class PoolLaws(Books):
         self.mirror.stored(e)
         branch.published = end
         life = branch.request
-        if not self._sampled:
+        if end * size > self._reached(branch):
             self._publish_ahead(life, e.ids)
         if end > life.high_published:
             first = max(e.start_index, life.high_published) * size

@@ -14,12 +14,8 @@ class StepLaws(Books):
         need(e.child not in self._branches, f"sequence {e.child} exists already")
         need(parent.request is life and life.phase == "running", "forked from a sequence that does not run")
         # Where samples part, within a step, the parent's row is executed but not told yet.
-        plan = self._scheduled
-        computed = parent.computed
-        if plan is not None and not self._sampled:
-            if e.parent in plan.seq_ids:
-                row = plan.seq_ids.index(e.parent)
-                computed = plan.start[row] + plan.n[row]
+        computed = self._reached(parent)
+        if self._scheduled is not None and not self._sampled:
             self._born[e.child] = computed
         child = Branch(
             e.child,

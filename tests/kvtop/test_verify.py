@@ -68,6 +68,19 @@ def test_storms_over_every_policy_verify_and_the_state_keeps_their_queue(seed: i
     assert 0 <= state.tokens_back <= state.tokens_lost
 
 
+def test_what_beams_publish_as_they_move_is_not_taken_back_with_a_later_step() -> None:
+    """It is told before their tokens, as what the next step publishes would be; but it is written."""
+    storm = Storm(1, num_blocks=60, block_size=2)
+    storm.submit([5 + i for i in range(17)], max_tokens=5, beam_width=2)
+    storm.core.step()
+    storm.core.step()  # the block of the prompt's last token is full now, and stored
+    assert storm.core.reset_prefix_cache(reset_running=True)
+    storm._fail = "before"
+    storm.core.step()
+    report = verify_batches(storm.stop())
+    assert report.violations == []
+
+
 @pytest.mark.parametrize("redact", [False, True])
 def test_a_recording_verifies_from_its_file(tmp_path: Path, redact: bool) -> None:
     batches = rich_stream()
