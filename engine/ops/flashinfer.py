@@ -70,6 +70,8 @@ class FlashInferOps(TritonOps):
         self._workspace: Tensor | None = None
         self._decode: Any = None
         self._prefill: Any = None
+        self._copied = torch.cuda.Event() if device.type == "cuda" else None
+        """That the last plan has left the pinned memory in which a wrapper makes it."""
 
     # ------------------------------------------------------------------------------ once a step
 
@@ -82,12 +84,12 @@ class FlashInferOps(TritonOps):
                 self._decode = self._lib.BatchDecodeWithPagedKVCacheWrapper(
                     self._room(), "HND", use_tensor_cores=True
                 )
-            self._decode.plan(*pages, *self._shape(), **self._how(window))
+            self._plan(self._decode, *pages, *self._shape(), **self._how(window))
             return _Plan(batch, rope, self._decode, window)
         if self._prefill is None:
             self._prefill = self._lib.BatchPrefillWithPagedKVCacheWrapper(self._room(), "HND")
         starts = torch.tensor([0, *np.cumsum(batch.q_lens).tolist()], dtype=torch.int32)
-        self._prefill.plan(starts, *pages, *self._shape(), causal=True, **self._how(window))
+        self._plan(self._prefill, starts, *pages, *self._shape(), causal=True, **self._how(window))
         return _Plan(batch, rope, self._prefill, window)
 
     def static_plan(self, batch: StepInput, rope: RopeTable) -> StaticPlan:
@@ -108,7 +110,16 @@ class FlashInferOps(TritonOps):
         comes of it."""
         assert isinstance(plan, _Plan)
         padded = kv_lens + [1] * (len(plan.batch.q_lens) - len(kv_lens))
-        plan.wrapper.plan(*self._pages(plan.batch, padded), *self._shape(), **self._how(None))
+        self._plan(plan.wrapper, *self._pages(plan.batch, padded), *self._shape(), **self._how(None))
+
+    def _plan(self, wrapper: Any, *what: Any, **how: Any) -> None:
+        """Another step may be in flight: its plan lies before its kernels in the stream, so this waits for the
+        step before that one at most."""
+        if self._copied:
+            self._copied.synchronize()
+        wrapper.plan(*what, **how)
+        if self._copied:
+            self._copied.record()
 
     def _pages(self, batch: StepInput, kv_lens: list[int]) -> tuple[Tensor, Tensor, Tensor]:
         """(page sums int32 [S + 1], page ids int32, tokens in the last page int32 [S]). The first and the last
