@@ -49,7 +49,8 @@ _TABLE_NEWLINES = {code: to for code, to in _TABLE.items() if code != ord("\n")}
 _MOST_MARKS = 4
 """Combining marks on one character; no script needs more, and a pile of them covers the lines above."""
 
-_DOTTED_CIRCLE = "\u25cc"
+DOTTED_CIRCLE = "\u25cc"
+"""Carries a combining mark that has no base of its own."""
 
 
 @lru_cache(1)
@@ -79,7 +80,7 @@ def safe_text(text: str, newlines: bool = False) -> str:
     text = text.translate(_TABLE_NEWLINES if newlines else _TABLE)
     if not text.isascii() and max(text) >= "\u0300":
         bare, pile = _marks()
-        text = pile.sub(r"\1", bare.sub(_DOTTED_CIRCLE, text))
+        text = pile.sub(r"\1", bare.sub(DOTTED_CIRCLE, text))
     return text
 
 

@@ -15,22 +15,40 @@ from rich.cells import cell_len, get_character_cell_size
 from kvtop.text import safe_text
 
 
-def spelled(pieces: Iterable[bytes]) -> tuple[str, list[int]]:
-    """Safe text of tokens, and for each token the index of its first character in it.
+class Spelling:
+    """Safe text of tokens that come one after the other, and for each the index of its first character.
 
     A character whose bytes are spread over tokens belongs to the one that completes it.
     """
-    decoder = codecs.getincrementaldecoder("utf-8")("replace")
-    parts: list[str] = []
-    starts: list[int] = []
-    length = 0
-    for piece in pieces:
-        starts.append(length)
-        text = safe_text(decoder.decode(piece), newlines=True)
-        parts.append(text)
-        length += len(text)
-    rest = decoder.decode(b"", True)
-    return "".join(parts) + rest, starts
+
+    def __init__(self) -> None:
+        self.starts: list[int] = []
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._text = ""
+
+    def add(self, pieces: Iterable[bytes]) -> None:
+        """The next tokens."""
+        parts: list[str] = []
+        length = len(self._text)
+        for piece in pieces:
+            self.starts.append(length)
+            text = safe_text(self._decoder.decode(piece), newlines=True)
+            parts.append(text)
+            length += len(text)
+        self._text += "".join(parts)
+
+    @property
+    def text(self) -> str:
+        """All of it, an unfinished character as U+FFFD."""
+        rest, _ = self._decoder.getstate()
+        return self._text + rest.decode("utf-8", "replace") if rest else self._text
+
+
+def spelled(pieces: Iterable[bytes]) -> tuple[str, list[int]]:
+    """(text, starts) of a whole sequence of tokens, as Spelling has them."""
+    spelling = Spelling()
+    spelling.add(pieces)
+    return spelling.text, spelling.starts
 
 
 def wrap(text: str, width: int) -> list[tuple[int, int]]:

@@ -7,14 +7,17 @@ sensible is shown and nothing raises.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from itertools import islice
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Self
 
+from rich.text import Text
 from textual import events, on
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Horizontal, Vertical
+from textual.geometry import Region
 from textual.screen import Screen
 from textual.widget import Widget
 from textual.widgets import Label
@@ -22,6 +25,7 @@ from textual.widgets import Label
 from kvtop import lookup
 from kvtop.motion import Motion
 from kvtop.options import View
+from kvtop.screens.compositor import FrameCompositor
 from kvtop.text import cut
 from kvtop.widgets import story
 from kvtop.widgets.block_detail import BlockDetail
@@ -70,12 +74,37 @@ class Box(Column):
     def __init__(self, widget: Lines, *, id: str) -> None:
         super().__init__(widget, id=id, classes="box")
         self.widget = widget
+        self._title = self._below = ""
+        self._row: int | None = None
+        """The only one that differs, while a title changes."""
 
-    def retitle(self) -> None:
-        """Take the widget's title over if it changed."""
-        title = getattr(self.widget, "title", None) or getattr(self.widget, "TITLE", "")
-        if title != self.border_title:
-            self.border_title = title
+    def retitle(self, below: str = "") -> list[Region]:
+        """Take the widget's title over, and put `below` into the lower edge. Returns the rows of the frame
+        that differ, in the screen's coordinates."""
+        title = str(getattr(self.widget, "title", None) or getattr(self.widget, "TITLE", ""))
+        if title == self._title and below == self._below:
+            return []
+        x, y, width, height = self.region
+        rows = []
+        # As Text, since a string would be read as markup, and titles hold foreign names.
+        if title != self._title:
+            self._title, self._row = title, 0
+            self.border_title = Text(title)
+            rows.append(Region(x, y, width, 1))
+        if below != self._below:
+            self._below, self._row = below, max(0, height - 1)
+            self.border_subtitle = Text(below)
+            rows.append(Region(x, y + self._row, width, 1))
+        self._row = None
+        return [row for row in rows if row]
+
+    def refresh(
+        self, *regions: Region, repaint: bool = True, layout: bool = False, recompose: bool = False
+    ) -> Self:
+        """A new title is no reason to draw what stands in the frame."""
+        if self._row is not None:
+            regions = (Region(0, self._row, self.outer_size.width, 1).translate(-self.content_offset),)
+        return super().refresh(*regions, repaint=repaint, layout=layout, recompose=recompose)
 
 
 class MainScreen(Kept, Screen[None]):
@@ -89,6 +118,7 @@ class MainScreen(Kept, Screen[None]):
 
     def __init__(self, state: DashboardState, motion: Motion, captured: Sequence[str], *, live: bool) -> None:
         super().__init__()
+        self._compositor = FrameCompositor()
         self.state = state
         self.motion = motion
         self.live = live
@@ -109,6 +139,12 @@ class MainScreen(Kept, Screen[None]):
         """Blocks under the mouse, in order."""
         self._lines: list[Lines] = []
         self._boxes: list[Box] = []
+        self._in_view: list[Lines] | None = None
+        """Those of `_lines` that the layout shows; None until it is asked."""
+        self._moved_at = float("-inf")
+        """Wall clock of the first frame that showed the present state."""
+        self._seen: tuple[object, ...] = ()
+        self._painted_at = float("-inf")
 
     # ------------------------------------------------------------------------------- structure
 
@@ -149,6 +185,7 @@ class MainScreen(Kept, Screen[None]):
     def on_mount(self) -> None:
         """Start in the mode that fits the source."""
         self._lines, self._boxes = list(self.query(Lines)), list(self.query(Box))
+        self.screen_layout_refresh_signal.subscribe(self, self._forget_view, immediate=True)
         self.set_class(not self.live, "-replay")
         self.show_view(self.view)
         self.fit_terminal(*self.app.size)
@@ -202,24 +239,58 @@ class MainScreen(Kept, Screen[None]):
         """Paint the widgets that are on the screen: those whose period is over at `wall`, or `every`
         one. Returns True if some still owe a frame."""
         self.set_class(state.profile is not None, "-profiled")
-        owed = False
-        for widget in self._lines:
-            if not _shown(widget):
-                continue
-            if every or widget.stale or wall - widget.painted_at >= _period(widget):
-                widget.paint(state, now)
-                widget.stale, widget.painted_at = False, wall
-            else:
-                owed = True
+        seen = (id(state), state.generation, state.seq)
+        if seen != self._seen:
+            self._seen, self._moved_at = seen, wall
+        in_view = self.in_view
+        due = in_view if every else self._due(in_view, wall)
+        changed: list[Region] = []
+        for widget in due:
+            changed += widget.paint_into(state, now)
+            widget.stale, widget.painted_at = False, wall
+        self._painted_at = wall
+        told = self._pointed_at(state) or self._just_happened(state, now)
         for box in self._boxes:
-            box.retitle()
-        self._tell(state, now)
-        return owed
+            changed += box.retitle(told if box is self.map_box else "")
+        if changed:
+            kept = self._last  # what the screen itself draws is not what differs
+            self.refresh(*changed)
+            self._last = kept
+        return any(widget.painted_at < self._moved_at for widget in in_view)
+
+    def _due(self, in_view: Sequence[Lines], wall: float) -> list[Lines]:
+        """Who is painted now. Of those whose period is over only as many as come due in a frame on average,
+        who shows an older state and waits longest first: all at once would make every second frame a long
+        one. Nobody waits for another period."""
+        since = wall - self._painted_at
+        due: list[Lines] = []
+        waiting: list[tuple[bool, float, int]] = []
+        share = 0.0
+        for n, widget in enumerate(in_view):
+            period, age = _period(widget), wall - widget.painted_at
+            if widget.stale or age >= 2 * period:
+                due.append(widget)
+                continue
+            share += min(1.0, since / period)
+            if age >= period:
+                waiting.append((widget.painted_at >= self._moved_at, widget.painted_at + period, n))
+        waiting.sort()
+        return due + [in_view[n] for _, _, n in waiting[: math.ceil(share - 1e-6)]]
+
+    @property
+    def in_view(self) -> list[Lines]:
+        """The painted widgets that the layout shows."""
+        if self._in_view is None:
+            self._in_view = [widget for widget in self._lines if _shown(widget)]
+        return self._in_view
+
+    def _forget_view(self, _screen: Screen[None]) -> None:
+        self._in_view = None
 
     @property
     def stale(self) -> bool:
         """Some widget asked for a frame."""
-        return any(w.stale and _shown(w) for w in self._lines)
+        return any(widget.stale for widget in self.in_view)
 
     # ----------------------------------------------------------------------- focus and key mode
 
@@ -265,14 +336,8 @@ class MainScreen(Kept, Screen[None]):
             self._pointed = blocks
             self.map.wake()
 
-    def _tell(self, state: DashboardState, now: float) -> None:
-        """The line under the map: what is pointed at, else what was just copied or evicted."""
-        box = self.map_box
-        text = self._pointed_at(state) or self._just_happened(state, now)
-        if box.border_subtitle != text:
-            box.border_subtitle = text
-
     def _pointed_at(self, state: DashboardState) -> str:
+        """For the line under the map: what is pointed at."""
         blocks = [b for b in (self._pointed or ()) if b < state.num_blocks]
         if not blocks and self.selected is not None and self.selected < state.num_blocks:
             blocks = [self.selected]
@@ -285,6 +350,7 @@ class MainScreen(Kept, Screen[None]):
         return f"block {info.id:,} · {info.state.name.lower()} · {refs} · read {info.hits}×"
 
     def _just_happened(self, state: DashboardState, now: float) -> str:
+        """For the same line: what was just copied or evicted."""
         copies = self.motion.copies
         if copies:
             return "copied " + ", ".join(f"{src}→{dst}" for src, dst in copies[-3:])

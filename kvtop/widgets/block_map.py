@@ -259,7 +259,7 @@ class BlockMap(Lines):
             regions.append(Region(first * pitch, y * layout.rise, (last - first + 1) * pitch, 1))
         self._grid = grid
         if regions:
-            self.refresh(*regions)
+            self.changed_at(*regions)
 
     # --------------------------------------------------------------------------- how it looks
 

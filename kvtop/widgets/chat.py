@@ -20,8 +20,9 @@ from textual.message import Message
 from kvtop import lookup
 from kvtop.text import cut, safe_text
 from kvtop.units import count
-from kvtop.widgets.chat_lines import INDENT, Layouter, Line, plain
-from kvtop.widgets.lines import Lines, Part
+from kvtop.widgets.chat_answer import INDENT, Line
+from kvtop.widgets.chat_lines import Layouter, Sheet, plain
+from kvtop.widgets.lines import Lines, Part, Row
 
 if TYPE_CHECKING:
     from kvtop.asking import Held
@@ -69,7 +70,7 @@ class Chat(Lines):
         """Prompts that have not arrived at the engine."""
         self.invites: Sequence[str] = ()
         """What to do while nothing was asked."""
-        self._layouts: dict[int, tuple[object, list[Line]]] = {}
+        self._layouts: dict[int, tuple[object, list[Line], Sheet]] = {}
         self._view: list[tuple[int, Line]] = []
         self._block_size = 16
 
@@ -105,7 +106,7 @@ class Chat(Lines):
                 if rid in held
                 else self._lines(state, state.requests[rid], width)
             )
-            shown[:0] = [(rid, line) for line in lines]
+            shown[:0] = [(rid, line) for line in lines[len(shown) - want :]]  # the last that are missing
             if len(shown) >= want:
                 break
         else:
@@ -121,7 +122,7 @@ class Chat(Lines):
             if self.link and rid not in tables and rid in state.requests:
                 tables[rid] = lookup.table_of(state, state.requests[rid])
             rows.append(self._row(line, tables.get(rid, [])))
-        self.set_rows(rows)
+        self.set_rows(rows, scrolls=True)
 
     def _title(self, state: DashboardState) -> str:
         topic = self.topic
@@ -202,20 +203,31 @@ class Chat(Lines):
             rid in self.unfolded,
         )
         known = self._layouts.get(rid)
-        if known is not None and known[0] == key:
+        if known is None or not known[2].is_of(view):
+            sheet = Sheet(view.prompt_token_ids)
+        elif known[0] == key:
             return known[1]
-        lines = list(Layouter(state, width, self.ink, rid in self.unfolded).lines(view))
-        self._layouts[rid] = (key, lines)
+        else:
+            sheet = known[2]
+        lines = list(Layouter(state, width, self.ink, rid in self.unfolded, sheet).lines(view))
+        self._layouts[rid] = (key, lines, sheet)
         return lines
 
-    def _row(self, line: Line, table: list[int]) -> list[Part]:
+    def _row(self, line: Line, table: list[int]) -> Row:
+        if self.link:
+            return self._painted(line, table)
+        if line.row is None:
+            line.row = self._painted(line, table)
+        return line.row
+
+    def _painted(self, line: Line, table: list[int]) -> Row:
         row = list(line.lead)
         if line.passage is not None:
             row += self._told(line, table)
         if line.fold and line.passage is not None:
             used = sum(cell_len(t) for t, _ in row) + sum(cell_len(t) for t, _ in line.parts)
             row.append((" " * max(0, self.size.width - used), line.style))
-        return row + line.parts
+        return (*row, *line.parts)
 
     def _told(self, line: Line, table: list[int]) -> list[Part]:
         """The slice of the passage, its linked tokens marked."""

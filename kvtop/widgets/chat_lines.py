@@ -6,7 +6,6 @@ cells are where `Chat` draws them.
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -17,6 +16,7 @@ from rich.style import Style
 from kvtop import lookup
 from kvtop.text import cut, safe_text
 from kvtop.units import NOT_HERE, count, duration
+from kvtop.widgets.chat_answer import INDENT, Answer, Line, Passage
 from kvtop.widgets.lines import Part
 from kvtop.wrap import spelled, wrap
 
@@ -24,37 +24,23 @@ if TYPE_CHECKING:
     from kvtop.requests import RequestView, Span
     from kvtop.state import DashboardState
 
-INDENT = 3
-"""Cells left of an answer."""
 _FOLDED_PROMPT = 6
 """Lines of a question that are shown folded."""
 
 
-@dataclass(frozen=True, slots=True)
-class Passage:
-    """Text of consecutive tokens; `first` is the index of the first of them in the sequence."""
-
-    text: str
-    starts: list[int]
-    first: int
-
-    def token(self, char: int) -> int:
-        """Index in the sequence of the token that character belongs to."""
-        return self.first + max(0, bisect_right(self.starts, char) - 1)
-
-
 @dataclass(slots=True)
-class Line:
-    """A line before styling: lead, then a slice of a passage or fixed parts."""
+class Sheet:
+    """What stays of a request's layout while it runs. Its answer grows; its question is laid out once."""
 
-    lead: list[Part]
-    parts: list[Part] = field(default_factory=list)
-    passage: Passage | None = None
-    start: int = 0
-    end: int = 0
-    style: Style = field(default_factory=Style.null)
-    fold: bool = False
-    """A click here folds or unfolds the attached page."""
+    prompt: list[int] | None = None
+    """The tokens of the prompt that it is of: numbers of requests are given anew after a warm-up."""
+    asked: list[Line] = field(default_factory=list)
+    asked_for: tuple[object, ...] = ()
+    answer: Answer | None = None
+
+    def is_of(self, view: RequestView) -> bool:
+        """It was made for this request."""
+        return self.prompt is view.prompt_token_ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +51,13 @@ class Layouter:
     width: int
     ink: Callable[[str], Style]
     unfolded: bool
+    sheet: Sheet = field(default_factory=Sheet)
+    """The request's own, from frame to frame."""
 
     def lines(self, view: RequestView) -> Iterator[Line]:
         """Question, attached page, cost or error, answer."""
         page = self._page(view)
-        asked = list(self._asked(view, page))
+        asked = self._kept_question(view, page)
         yield from asked
         if page is not None:
             if not asked[0].fold:
@@ -85,9 +73,9 @@ class Layouter:
         yield Line([pad], self._cost(view))
         if view.saved is not None:
             yield Line([pad], [(cut(view.sharing(), self.width - INDENT), self.ink("muted"))])
-        answer = self._answer(view)
-        if answer.text or (view.phase == "running" and view.t_first is not None):
-            yield from self._streamed(view, answer)
+        answer, running = self._answer(view), view.phase == "running"
+        if answer.passage.text or (running and view.t_first is not None):
+            yield from answer.lines(self.ink("accent") if running else None)
         for place, text in enumerate(view.branch_texts()[1:] if view.n > 1 else (), 2):
             yield from self._sample(place, text)
 
@@ -95,6 +83,12 @@ class Layouter:
         """The attached page, where it comes in: with the first turn of a conversation."""
         earlier = any(role == "assistant" for _, _, role, _ in view.spans)
         return None if earlier else next((s for s in view.spans if s[3]), None)
+
+    def _kept_question(self, view: RequestView, page: Span | None) -> list[Line]:
+        sheet, wanted = self.sheet, (view.cached_tokens, self.width, self.unfolded)
+        if sheet.asked_for != wanted:
+            sheet.asked_for, sheet.asked = wanted, list(self._asked(view, page))
+        return sheet.asked
 
     def _asked(self, view: RequestView, page: Span | None) -> Iterator[Line]:
         """The question; the page behind its first line if there is room."""
@@ -129,12 +123,12 @@ class Layouter:
         text, starts = spelled(self.state.piece(t) for t in view.prompt_token_ids[start:end])
         return Passage(text, starts, start)
 
-    def _answer(self, view: RequestView) -> Passage:
-        text, starts = spelled(self.state.piece(t) for t in view.output_ids)
-        shown = safe_text(view.text, newlines=True)
-        if not text.startswith(shown):  # a decoder of its own (stripped blanks): tokens cannot be told apart
-            starts = starts[:1]
-        return Passage(shown.rstrip("\n"), starts, view.prompt_tokens)
+    def _answer(self, view: RequestView) -> Answer:
+        answer, room = self.sheet.answer, max(1, self.width - INDENT)
+        if answer is None or answer.room != room or not answer.goes_on(view.output_ids, view.text):
+            answer = self.sheet.answer = Answer(room, view.prompt_tokens, self.ink("text"))
+        answer.grow(view.output_ids, self.state.piece, view.text)
+        return answer
 
     def _chip(self, view: RequestView, page: Span) -> list[Part]:
         read = view.cached_tokens > page[0]
@@ -203,24 +197,6 @@ class Layouter:
         for line in plain(shown, self.width - INDENT) if shown else ("",):
             yield Line([(lead, self.ink("muted"))], [(line, self.ink("text"))])
             lead = " " * INDENT
-
-    def _streamed(self, view: RequestView, answer: Passage) -> Iterator[Line]:
-        text = self.ink("text")
-        room = max(1, self.width - INDENT)
-        lead: list[Part] = [(" " * INDENT, text)]
-        start = len(answer.text) - len(answer.text.lstrip())
-        lines = [(a + start, b + start) for a, b in wrap(answer.text[start:], room)]
-        for n, (a, b) in enumerate(lines):
-            line = Line(list(lead), passage=answer, start=a, end=b, style=text)
-            if n == len(lines) - 1 and view.phase == "running":
-                if cell_len(answer.text[a:b]) < room:
-                    line.parts = [("█", self.ink("accent"))]
-                    yield line
-                else:
-                    yield line
-                    yield Line(list(lead), [("█", self.ink("accent"))])
-            else:
-                yield line
 
 
 def _tokens(number: int) -> str:

@@ -17,7 +17,7 @@ from rich.style import Style
 from textual import events
 from textual.color import Color
 from textual.filter import ANSIToTruecolor, LineFilter
-from textual.geometry import Region
+from textual.geometry import Region, Size
 from textual.selection import Selection
 from textual.strip import Strip
 from textual.widget import Widget
@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 
 Part = tuple[str, Style]
 """Text without control characters (foreign text through `safe_text` first) and how it looks."""
+
+_MOST_INKS = 512
+"""Styles of one widget that are remembered."""
 
 Row = tuple[Part, ...]
 """One line of a widget, left to right; shorter rows are padded, longer ones cut at the width."""
@@ -82,6 +85,10 @@ class Lines(Widget):
     def __init__(self, *, id: str | None = None, classes: str | None = None) -> None:
         super().__init__(id=id, classes=classes)
         self._rows: list[Row | None] = []
+        self._given: list[Iterable[Part] | None] = []
+        """Each row as it was handed over: the same object again is the same row."""
+        self._elsewhere: dict[int, Strip] = {}
+        """While rows scroll: strips by the identity of the row they were made from."""
         self._strips: list[Strip] = []
         self._finished: list[Strip] = []
         """What was handed to the compositor last, filters applied."""
@@ -91,10 +98,19 @@ class Lines(Widget):
         self.stale = True
         """Something but the state changed (size, theme, selection): the next frame must paint it."""
         self._palette: Palette | None = None
+        self._inks: dict[int, tuple[Style, Style]] = {}
+        """By the identity of a part's style: it, and how it looks over `base`."""
+        self._collected: list[Region] | None = None
         self.painted_at = float("-inf")
         """Wall clock of its last frame, kept by the screen."""
         self.base = Style.null()
         """The widget's own colours, under every part's style."""
+
+    @property
+    def size(self) -> Size:
+        """Columns and rows. Without border and padding that is all of the widget, and known without asking
+        where it stands."""
+        return self.outer_size
 
     # ------------------------------------------------------------------------- for subclasses
 
@@ -117,14 +133,38 @@ class Lines(Widget):
         """What the rows say, without styles; each as wide as the widget."""
         return [strip.text for strip in self._strips]
 
-    def set_rows(self, rows: Sequence[Iterable[Part]]) -> None:
-        """Replace all rows; those beyond the height are dropped."""
+    def paint_into(self, state: DashboardState, now: float) -> list[Region]:
+        """`paint`, but the screen is told by the caller: returns the regions that changed, in its own
+        coordinates. One refresh of the screen is much cheaper than one of every widget."""
+        collected: list[Region] = []
+        self._collected = collected
+        try:
+            self.paint(state, now)
+        finally:
+            self._collected = None
+        if not collected:
+            return collected
+        offset = self.region.offset
+        return [region.translate(offset) for region in collected]
+
+    def changed_at(self, *regions: Region) -> None:
+        """These parts of the widget look different now."""
+        if self._collected is None:
+            self.refresh(*regions)
+        else:
+            self._collected += regions
+
+    def set_rows(self, rows: Sequence[Iterable[Part]], scrolls: bool = False) -> None:
+        """Replace all rows; those beyond the height are dropped. scrolls: rows may be the same objects as
+        before in other places, which keep their strips then."""
         width, height = self.size
+        self._elsewhere = dict(zip(map(id, self._given), self._strips, strict=True)) if scrolls else {}
         self.resize_rows(min(len(rows), height))
         regions = [self._put(y, row, width) for y, row in enumerate(rows[:height])] if width else []
+        self._elsewhere = {}
         changed = [region for region in regions if region is not None]
         if changed:
-            self.refresh(*changed)
+            self.changed_at(*changed)
 
     def set_row(self, y: int, row: Iterable[Part]) -> None:
         """Replace row y, and refresh it from the first part that differs."""
@@ -135,19 +175,37 @@ class Lines(Widget):
             self.resize_rows(y + 1)
         region = self._put(y, row, width)
         if region is not None:
-            self.refresh(region)
+            self.changed_at(region)
 
     def _put(self, y: int, row: Iterable[Part], width: int) -> Region | None:
+        if row is self._given[y]:
+            return None
         new = tuple([part for part in row if part[0]])
         old = self._rows[y]
+        self._given[y] = row if isinstance(row, tuple) else None
         if new == old:
             return None
         self._rows[y] = new
-        base = self.base
-        segments = [Segment(text, base + style) for text, style in new]
-        self.set_strip(y, Strip(segments).adjust_cell_length(width, base))
+        self.set_strip(y, self._elsewhere.get(id(row)) or self._finish(new, width))
         start = min(_common(old, new) if old else 0, width - 1)
         return Region(start, y, width - start, 1)
+
+    def _finish(self, row: Row, width: int) -> Strip:
+        segments = [Segment(text, self._over_base(style)) for text, style in row]
+        cells = sum([cell_len(text) for text, _ in row])
+        if cells < width:
+            segments.append(Segment(" " * (width - cells), self.base))
+        strip = Strip(segments, max(cells, width))
+        return strip if cells <= width else strip.crop(0, width)
+
+    def _over_base(self, style: Style) -> Style:
+        """`base + style`, remembered by the style's identity, since its hash costs as much as adding."""
+        known = self._inks.get(id(style))
+        if known is None:
+            if len(self._inks) >= _MOST_INKS:
+                self._inks.clear()
+            known = self._inks[id(style)] = style, self.base + style  # held here, so no other takes its id
+        return known[1]
 
     def set_strip(self, y: int, strip: Strip) -> None:
         """Lower level of `set_row`: a finished strip, exactly as wide as the widget. The caller
@@ -159,13 +217,14 @@ class Lines(Widget):
         """Have exactly `count` rows; new ones are blank."""
         have = len(self._strips)
         if count < have:
-            del self._rows[count:], self._strips[count:]
+            del self._rows[count:], self._given[count:], self._strips[count:]
             self._finished_for = ()
-            self.refresh(Region(0, count, self.size.width, have - count))
+            self.changed_at(Region(0, count, self.size.width, have - count))
         elif count > have:
             self._finished_for = ()
             blank = Strip.blank(self.size.width, self.base)
             self._rows += [None] * (count - have)
+            self._given += [None] * (count - have)
             self._strips += [blank] * (count - have)
 
     def forget(self) -> None:
@@ -173,7 +232,9 @@ class Lines(Widget):
         old strips stay on the screen until then."""
         self._palette = None
         self.base = self._current_base()
+        self._inks.clear()
         self._rows = [None] * len(self._rows)
+        self._given = [None] * len(self._rows)
         self.wake()
 
     def wake(self) -> None:
@@ -191,6 +252,7 @@ class Lines(Widget):
 
     def _on_mount(self, event: events.Mount) -> None:
         self.base = self._current_base()
+        self._inks.clear()
         self.app.theme_changed_signal.subscribe(self, lambda _theme: self.forget(), immediate=True)
 
     def _on_resize(self, event: events.Resize) -> None:
@@ -204,18 +266,19 @@ class Lines(Widget):
             self.forget()
 
     def render_line(self, y: int) -> Strip:
-        """Row y at full width (Textual asks for it when the mouse selects text)."""
-        return self._strip_at(y, self.size.width, self.text_selection if self.allow_select else None)
+        """Row y at full width (Textual asks for it, and for no other, when the mouse selects text: it alone
+        says which character lies where)."""
+        if not self.allow_select:
+            return self._strip_at(y, self.size.width, None)
+        return self._strip_at(y, self.size.width, self.text_selection).apply_offsets(0, y)
 
     def _strip_at(self, y: int, width: int, selection: Selection | None) -> Strip:
         strip = self._strips[y] if y < len(self._strips) else Strip.blank(width, self.base)
         if strip.cell_length != width:
             strip = strip.adjust_cell_length(width, self.base)
-        if not self.allow_select:
-            return strip
         if selection is not None and (span := selection.get_span(y)) is not None:
             strip = self._mark(strip, *span)
-        return strip.apply_offsets(0, y)
+        return strip
 
     def render_lines(self, crop: Region) -> list[Strip]:
         """The kept strips through the application's filters (NO_COLOR, the terminal's own colours).
@@ -224,14 +287,16 @@ class Lines(Widget):
         the finished list is kept too, and only rows that differ are finished again.
         """
         x, y, width, height = crop
-        selection = self.text_selection if self.allow_select else None
-        filters = tuple(f for f in self.get_line_filters() if not self._needless(f))
-        background = self.background_colors[1]
+        selection = self.text_selection if self.ALLOW_SELECT and self.allow_select else None
+        filters = [f for f in self.get_line_filters() if not self._needless(f)]
+        background = self.background_colors[1] if filters else None
+        key = (crop, filters, background, selection, self.base)
+        if key == self._finished_for and not self._unfinished:
+            return self._finished
         if x or y or crop.size != self.size:
             full = max(self.size.width, x + width)
             lines = [self._strip_at(row, full, selection) for row in crop.line_range]
             return [_filtered(line, filters, background).crop(x, x + width) for line in lines]
-        key = (width, height, filters, background, selection, self.base)
         if key != self._finished_for:
             self._finished_for = key
             self._finished = [Strip.blank(0)] * height
@@ -267,8 +332,9 @@ class Lines(Widget):
         self.refresh()
 
 
-def _filtered(strip: Strip, filters: Iterable[LineFilter], background: Color) -> Strip:
+def _filtered(strip: Strip, filters: Iterable[LineFilter], background: Color | None) -> Strip:
     for line_filter in filters:
+        assert background is not None
         strip = strip.apply_filter(line_filter, background)
     return strip
 

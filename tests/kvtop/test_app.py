@@ -6,6 +6,7 @@ import asyncio
 
 import msgspec
 import pytest
+from textual.geometry import Region
 
 from engine.events import BlocksCopied, BlocksEvicted, EngineError, EngineStarted, StepBatch
 from kvtop.options import VIEWS
@@ -377,6 +378,21 @@ async def test_an_eviction_is_told_under_the_map() -> None:
     async with show((120, 40), stage.batches[: last + 1]) as shown:
         told = str(shown.app.main.query_one("#map-box").border_subtitle)
         assert told.startswith("×") and "evicted" in told and "taken by #2" in told
+
+
+async def test_a_title_draws_its_row_of_the_frame_only_and_is_no_markup() -> None:
+    async with show((100, 30), story().batches) as shown:
+        box = shown.app.main.map_box
+        box.widget.__class__ = type("Named", (type(box.widget),), {"title": "a [bold]name"})
+        box._repaint_regions.clear()
+        inside = box.render_lines(box.outer_size.region)[1:-1]
+        x, y, width, height = box.region
+        assert box.retitle("below") == [Region(x, y, width, 1), Region(x, y + height - 1, width, 1)]
+        assert {(r.y, r.height) for r in box._repaint_regions} == {(0, 1), (height - 1, 1)}
+        lines = box.render_lines(box.outer_size.region)
+        assert "a [bold]name" in lines[0].text and "below" in lines[-1].text
+        assert all(a is b for a, b in zip(inside, lines[1:-1], strict=True))
+        assert box.retitle("below") == []
 
 
 async def test_what_a_source_cannot_know_is_said() -> None:

@@ -146,8 +146,8 @@ async def test_only_what_changed_is_refreshed() -> None:
     async with show((100, 30), stage.batches) as shown:
         map_, spans = shown.app.main.map, []
         before = [id(s) for s in map_._strips]
-        refresh = map_.refresh
-        map_.refresh = lambda *regions, **kw: (spans.extend(regions), refresh(*regions, **kw))[1]
+        changed_at = map_.changed_at
+        map_.changed_at = lambda *regions: (spans.extend(regions), changed_at(*regions))
         n = len(stage.batches)
         stage.step()
         shown.apply(stage.batches[n:], after=0.1)

@@ -66,6 +66,28 @@ async def test_only_what_differs_is_refreshed_and_the_rest_is_kept() -> None:
         assert regions == []
 
 
+async def test_rows_that_scroll_keep_their_strips() -> None:
+    async with both() as (app, regions):
+        rows = [((f"row {n}", RED),) for n in range(4)]
+        app.first.set_rows(rows[:3], scrolls=True)
+        before = app.first.render_lines(app.first.size.region)[:]
+        regions.clear()
+        app.first.set_rows(rows[1:], scrolls=True)
+        after = app.first.render_lines(app.first.size.region)
+        assert after[0] is before[1] and after[1] is before[2]
+        assert [line.strip() for line in app.first.lines] == ["row 1", "row 2", "row 3"]
+        assert [region.y for region in regions] == [0, 1, 2]
+
+
+async def test_who_paints_it_may_tell_the_screen_itself() -> None:
+    async with both() as (app, regions):
+        app.second.paint = lambda state, now: app.second.set_rows([[("x", PLAIN)], [("y", PLAIN)]])
+        assert app.second.paint_into(None, 0.0) == [Region(0, 3, 20, 1), Region(0, 4, 20, 1)]
+        assert app.second.paint_into(None, 0.0) == [] and regions == []
+        app.second.set_row(0, [("z", PLAIN)])
+        assert app.second._repaint_regions == {Region(0, 0, 20, 1)}, "outside of it as ever"
+
+
 async def test_rows_are_cut_padded_and_styled() -> None:
     async with both() as (app, _):
         app.second.set_rows(
