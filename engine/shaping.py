@@ -68,7 +68,7 @@ class Shaper:
             wide = wide - params.presence_penalty * (marks.counts > 0)
         banned = _banned(params, row.seq.tokens, known)
         if banned:
-            wide = wide.index_fill(0, torch.tensor(banned, device=wide.device), BANNED)
+            wide = wide.index_fill(0, _there(banned, torch.int64, wide.device), BANNED)
         if known - request.prompt_tokens < params.min_tokens and len(marks.ends):
             wide = wide.index_fill(0, marks.ends, BANNED)
         logits.copy_(wide)
@@ -84,12 +84,12 @@ class Shaper:
                 0,
                 torch.zeros(size, dtype=torch.int32, device=device),
                 torch.zeros(size, dtype=torch.bool, device=device),
-                torch.tensor([t for t, _ in params.logit_bias], dtype=torch.int64, device=device),
-                torch.tensor([b for _, b in params.logit_bias], dtype=torch.float64, device=device),
-                torch.tensor([t for t in ends if t < vocab], dtype=torch.int64, device=device),
+                _there([t for t, _ in params.logit_bias], torch.int64, device),
+                _there([b for _, b in params.logit_bias], torch.float64, device),
+                _there([t for t in ends if t < vocab], torch.int64, device),
             )
         if params.counts_tokens and marks.counted < known:
-            new = torch.tensor(tokens[marks.counted : known], dtype=torch.int64, device=device)
+            new = _there(tokens[marks.counted : known], torch.int64, device)
             marks.seen[new] = True
             sampled = new[max(0, request.prompt_tokens - marks.counted) :]
             marks.counts.index_add_(0, sampled, torch.ones_like(sampled, dtype=torch.int32))
@@ -115,17 +115,34 @@ class Logprobs:
         asked = {i: row.top or row.seq.request.params.logprobs for i, row in enumerate(rows)}
         self._asked = {i: k for i, k in asked.items() if k is not None}
         if self._asked:
-            wide = logits[list(self._asked)]
+            wide = torch.stack([logits[i] for i in self._asked])  # a list of indices would have to get there
             self._all = (wide if wide.dtype == torch.float64 else wide.float()).log_softmax(-1)
 
-    def of(self, ids: Sequence[int]) -> dict[int, Logprob]:
-        """ids: the token drawn in each row. Returns those of the rows that asked, by row."""
-        if not self._asked:
-            return {}
-        drawn = torch.tensor([[ids[i]] for i in self._asked], device=self._all.device)
-        own = self._all.gather(1, drawn.clamp(min=0)).squeeze(1).tolist()
+    def __bool__(self) -> bool:
+        """Some row asks."""
+        return bool(self._asked)
+
+    def look_up(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """ids [L]: the token drawn in each row. Of the A rows that asked: log probabilities [A, 1 + k] of that
+        token and of the k likeliest, and the ids of those [A, k]; on the device, where nobody waits for them."""
+        drawn = torch.stack([ids[i] for i in self._asked]).long().clamp(min=0)
         most = max(self._asked.values())
-        top, top_ids = (t.tolist() for t in self._all.topk(min(most, self._all.shape[1])))
+        top, top_ids = self._all.topk(min(most, self._all.shape[1]))
+        own = self._all.gather(1, drawn[:, None])
+        del self._all
+        return torch.cat((own, top), 1), top_ids
+
+    def of(self, values: list[list[float]], top_ids: list[list[int]]) -> dict[int, Logprob]:
+        """What look_up gave, on the host, by row."""
         return {
-            i: Logprob(own[at], top_ids[at][:k], top[at][:k]) for at, (i, k) in enumerate(self._asked.items())
+            i: Logprob(own, ids[:k], top[:k])
+            for (i, k), (own, *top), ids in zip(self._asked.items(), values, top_ids, strict=True)
         }
+
+
+def _there(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The values on the device, without waiting for what is queued there."""
+    host = torch.tensor(values, dtype=dtype)
+    if device.type == "cuda" and len(values):
+        host = host.pin_memory()
+    return host.to(device, non_blocking=True)

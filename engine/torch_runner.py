@@ -10,8 +10,8 @@ import os
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -197,18 +197,20 @@ class TorchRunner:
         drawing = [row for row in plan.rows for _ in row.draws]
         logprobs = Logprobs(logits, drawing)
         self._shaper.apply(logits, drawing)
-        drawn = None
+        drawn, likely = None, []
         if drawing:
             ids = self.model.ops.draw(logits, sampled)
             if self.ahead:
                 self._rows.drawn(ids[0].long())
             drawn = _ToHost(ids)
+            if logprobs:
+                likely = [_ToHost(t) for t in logprobs.look_up(ids[0])]
         if clock is not None:
             clock.stop()
         self.model.ops.took(t2 - t1)
         if self._cost:
             self._cost.observe(batch.q_lens, batch.kv_lens_host, t2 - t1)
-        return _Ticket(plan, t1 - t0, t2 - t1, time.perf_counter() - t2, drawn, logprobs, clock)
+        return _Ticket(plan, t1 - t0, t2 - t1, time.perf_counter() - t2, drawn, logprobs, likely, clock)
 
     @torch.inference_mode()
     def collect(self, ticket: _Ticket) -> StepOutput:
@@ -227,8 +229,8 @@ class TorchRunner:
         for i in dict.fromkeys(sampling[at] for at, n in enumerate(bad) if n):
             output.token_ids[i] = []
             output.bad_rows.append(i)
-        if ticket.logprobs is not None:
-            for i, told in ticket.logprobs.of(ids).items():
+        if ticket.logprobs:
+            for i, told in ticket.logprobs.of(*(t.read() for t in ticket.likely)).items():
                 if output.token_ids[sampling[i]]:
                     output.logprobs.setdefault(sampling[i], []).append(told)
         return output
@@ -326,7 +328,8 @@ def _profile_gpu(model: Model, config: EngineConfig) -> int:
 
 @dataclass(slots=True)
 class _Ticket:
-    """A launched step. Times in seconds; t_sample: until it was queued. drawn is None where nothing samples."""
+    """A launched step. Times in seconds; t_sample: until it was queued. drawn is None where nothing samples;
+    likely: what `logprobs` looked up, if a row asks."""
 
     plan: Plan
     t_prepare: float
@@ -334,26 +337,27 @@ class _Ticket:
     t_sample: float = 0.0
     drawn: _ToHost | None = None
     logprobs: Logprobs | None = None
+    likely: list[_ToHost] = field(default_factory=list)
     clock: _GpuClock | None = None
 
 
 class _ToHost:
-    """ids [2, L] on their way to the host: the copy is queued behind what makes them, and `read` waits for
-    it alone, not for what is queued later."""
+    """A matrix on its way to the host: the copy is queued behind what makes it, and `read` waits for it
+    alone, not for what is queued later."""
 
-    def __init__(self, ids: torch.Tensor) -> None:
+    def __init__(self, there: torch.Tensor) -> None:
         self._done: torch.cuda.Event | None = None
-        self._host = ids
-        if ids.is_cuda:
-            self._host = torch.empty(ids.shape, dtype=ids.dtype, pin_memory=True)
-            self._host.copy_(ids, non_blocking=True)
+        self._host = there
+        if there.is_cuda:
+            self._host = torch.empty(there.shape, dtype=there.dtype, pin_memory=True)
+            self._host.copy_(there, non_blocking=True)
             self._done = torch.cuda.Event()
             self._done.record()
 
-    def read(self) -> list[list[int]]:
+    def read(self) -> list[list[Any]]:
         if self._done is not None:
             self._done.synchronize()
-        rows: list[list[int]] = self._host.tolist()
+        rows: list[list[Any]] = self._host.tolist()
         return rows
 
 

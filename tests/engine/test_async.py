@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine import events as ev
 from engine.config import EngineConfig
@@ -424,9 +425,29 @@ def test_a_model_says_the_same_with_its_tokens_kept_on_the_device(knobs: dict[st
     assert said[0] == said[1]
 
 
+def test_collecting_computes_nothing_that_would_queue_behind_the_step_in_flight() -> None:
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            calls.append(func.name())
+            return func(*args, **(kwargs or {}))
+
+    calls: list[str] = []
+    runner = TorchRunner.from_weights(QWEN3, dict(random_weights(QWEN3, 1)), CPU64)
+    core = EngineCore(CPU64, runner, EventLog(iter(range(10**6)).__next__, lambda b: None), hash_seed=1)
+    for ways in ({"logprobs": 3}, {"beam_width": 2}, {"repetition_penalty": 1.2}):
+        core.add_request(len(core.requests), list(range(9)), SamplingParams(**{"temperature": 0.0} | ways))
+    plan = core.begin()
+    assert plan is not None
+    ticket = runner.launch(plan)
+    with Seen():
+        output = runner.collect(ticket)
+    views = {"aten::resolve_conj", "aten::resolve_neg"}  # what tolist() is made of
+    assert set(calls) <= views and [len(told.top) for (told,) in output.logprobs.values()] == [3, 4]
+
+
 def test_what_a_step_takes_is_all_of_it_taken_at_its_launch() -> None:
     """Tables and tokens may change on the host before the device gets there: one upload carries them."""
-    runner = TorchRunner.from_weights(QWEN3, random_weights(QWEN3, 1), CPU64)
+    runner = TorchRunner.from_weights(QWEN3, dict(random_weights(QWEN3, 1)), CPU64)
     rows = runner._rows
     meta = torch.zeros_like(rows._host)
     rows._device = meta  # as on a GPU: a copy of its own, which gets what changed
