@@ -537,7 +537,7 @@ class EngineCore:
         pool = self._pool
         waiting = self.scheduler.waiting
         return StepCompleted(
-            slow=self.slow,
+            slow=self.slow or output.slowed,
             budget=flight.budget,
             decode_tokens=decode,
             prefill_tokens=sum(r.n for r in rows) - decode,

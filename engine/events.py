@@ -387,7 +387,8 @@ class DraftVerified(Event, frozen=True):
 class StepCompleted(Event, frozen=True):
     """Times in seconds; t_gpu None without a GPU. queues: running, waiting, preempted (a part of
     waiting). free, active, cached: usable blocks never hashed and unreferenced / referenced /
-    unreferenced but hashed; they add up to num_blocks - 1. slow: slow motion waited in this step.
+    unreferenced but hashed; they add up to num_blocks - 1. slow: slow motion waited in this step,
+    or it was measured kernel by kernel on a GPU: its time is nobody's latency.
     overrun: tokens that were computed beside these for sequences that had ended when the step was launched,
     which showed only later (asynchronous scheduling)."""
 

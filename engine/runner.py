@@ -80,6 +80,8 @@ class StepOutput:
     logprobs: dict[int, list[Logprob]] = field(default_factory=dict)
     events: list[Event] = field(default_factory=list)
     """What the runner has to tell: its own, none of the pool's."""
+    slowed: bool = False
+    """It was measured in a way that took time of its own, which is nobody's latency."""
 
 
 class Recomputed(NamedTuple):

@@ -17,23 +17,26 @@ import torch
 
 from engine.batch import DeviceRows
 from engine.config import EngineConfig, ModelConfig, SetupError
+from engine.events import Event
 from engine.hf_config import Foreign
 from engine.hub import ModelFiles
 from engine.kv_cache import (
-    TOLERANCE,
     CacheSize,
     allocate,
+    allocate_what_fits,
     check_cpu_memory,
     cpu_free_bytes,
     distance,
     gpu_kv_bytes,
     plan_size,
     size,
+    tolerance,
 )
 from engine.layers import Weights
 from engine.model import Decoder, Model
 from engine.ops import get_ops
 from engine.ops.base import StepInput
+from engine.ops.profile import Profiler
 from engine.params import SamplingParams
 from engine.runner import Plan, Recomputed, Row, StepOutput
 from engine.sequence import Request, Sequence
@@ -94,11 +97,24 @@ def choose(config: EngineConfig) -> tuple[torch.device, torch.dtype]:
     return device, _dtypes["bfloat16" if config.dtype == "auto" else config.dtype]
 
 
+_LEAST_TOKENS = 2048
+"""What the cache of a GPU must hold at least, where no --max-model-len says it."""
+
+
 class TorchRunner:
     """See engine.runner.ModelRunner. Build one with `build` or `from_weights`."""
 
     def __init__(self, model: Model, cache_size: CacheSize, max_model_len: int, config: EngineConfig) -> None:
-        ops = model.ops
+        ops, short = model.ops, ""
+        if ops.device.type == "cuda":
+            least = config.max_model_len or min(max_model_len, _LEAST_TOKENS)
+            exact = config.num_blocks is not None or config.kv_cache_memory is not None
+            self.cache, cache_size, short = allocate_what_fits(
+                cache_size, ops.device, ops.dtype, least, exact=exact
+            )
+            max_model_len = min(max_model_len, cache_size.usable_tokens)
+        else:
+            self.cache = allocate(cache_size, ops.device, ops.dtype)
         self.model = model
         self.config = config
         self.cache_size = cache_size
@@ -113,9 +129,8 @@ class TorchRunner:
         self.device = ops.device.type
         self.dtype = str(ops.dtype).removeprefix("torch.")
         self.ops_name = ops.name
-        self.notice = model.notice
+        self.notice = "; ".join(filter(None, (model.notice, short)))
         self.kv_dtype = "fp8" if cache_size.scale_bytes else self.dtype
-        self.cache = allocate(cache_size, ops.device, ops.dtype)
         blocks = -(-max_model_len // cache_size.block_size) + 1
         self._rows = DeviceRows(config.max_num_seqs, blocks, cache_size.block_size, ops.device)
         self._cost = StepCost(model.config) if self.device == "cpu" else None
@@ -123,11 +138,15 @@ class TorchRunner:
         beside = config.async_scheduling
         self.ahead = int(self.device == "cuda" if beside is None else beside)
         """See engine.runner.AsyncRunner. On a CPU the host is the device: nothing is won."""
+        self._events: list[Event] = []
+        """What the next step that is collected tells."""
+        self._profiler: Profiler | None = None
         self._graphs: DecodeGraphs | None = None
         if self.device == "cuda" and ops.name == "triton" and isinstance(model, Decoder):
             from engine.graphs import DecodeGraphs, cuda_capture
 
-            self._graphs = DecodeGraphs(model, self.cache, config.max_num_seqs, cuda_capture(ops.device))
+            capture = cuda_capture(ops.device)
+            self._graphs = DecodeGraphs(model, self.cache, config.max_num_seqs, capture, self._events.append)
 
     @classmethod
     @torch.inference_mode()
@@ -170,7 +189,7 @@ class TorchRunner:
             by_blocks = config.num_blocks is not None
             check_cpu_memory(0, cache_size, cpu_free_bytes(), by_blocks=by_blocks)
         runner = cls(model, cache_size, clamp_model_len(config.max_model_len, longest, cache_size), config)
-        progress(1, 1, f"KV: {cache_size}")
+        progress(1, 1, f"KV: {runner.cache_size}")
         runner.warm_up()
         return runner
 
@@ -190,9 +209,11 @@ class TorchRunner:
             self.model.ops.copy_blocks(self.cache, plan.copies)
         if not plan.rows:
             return _Ticket(plan, time.perf_counter() - t0)
+        # Before the clocks start: on a GPU it makes the device wait.
+        profiler = self._profiler if self._profiler is not None and self._profiler.begin(batch) else None
         t1 = time.perf_counter()
         clock = _GpuClock() if self.device == "cuda" else None
-        logits = self._forward(batch)
+        logits = profiler.forward(batch, self.cache) if profiler else self._forward(batch)
         t2 = time.perf_counter()
         drawing = [row for row in plan.rows for _ in row.draws]
         logprobs = Logprobs(logits, drawing)
@@ -210,7 +231,9 @@ class TorchRunner:
         self.model.ops.took(t2 - t1)
         if self._cost:
             self._cost.observe(batch.q_lens, batch.kv_lens_host, t2 - t1)
-        return _Ticket(plan, t1 - t0, t2 - t1, time.perf_counter() - t2, drawn, logprobs, likely, clock)
+        queued = time.perf_counter() - t2
+        slowed = profiler is not None and clock is not None
+        return _Ticket(plan, t1 - t0, t2 - t1, queued, drawn, logprobs, likely, clock, slowed)
 
     @torch.inference_mode()
     def collect(self, ticket: _Ticket) -> StepOutput:
@@ -233,6 +256,11 @@ class TorchRunner:
             for i, told in ticket.logprobs.of(*(t.read() for t in ticket.likely)).items():
                 if output.token_ids[sampling[i]]:
                     output.logprobs.setdefault(sampling[i], []).append(told)
+        if self._profiler is not None:
+            self._events += self._profiler.take()
+        output.events = self._events[:]
+        self._events.clear()
+        output.slowed = ticket.slowed
         return output
 
     @torch.inference_mode()
@@ -247,12 +275,24 @@ class TorchRunner:
             n = min(512, len(token_ids) - start)
             batch, _ = rows.apply(Plan(0, [Row(seq, start, n, False)]))
             self.model.forward(batch, scratch)
-        return Recomputed(distance(self.cache, blocks, scratch, seq.table), TOLERANCE[self.kv_dtype])
+        return Recomputed(
+            distance(self.cache, blocks, scratch, seq.table),
+            tolerance(self.kv_dtype, self.config.quantization),
+        )
 
     def _forward(self, batch: StepInput) -> torch.Tensor:
         """Logits of a step: by a graph where it decodes only and one fits."""
         logits = self._graphs.forward(batch) if self._graphs else None
-        return self.model.forward(batch, self.cache) if logits is None else logits
+        if logits is not None:
+            return logits
+        try:
+            return self.model.forward(batch, self.cache)
+        except torch.OutOfMemoryError:
+            # What is free may lie in pieces that torch keeps. A forward writes the same KV again if it runs again.
+            if self.device != "cuda":
+                raise
+            torch.cuda.empty_cache()
+            return self.model.forward(batch, self.cache)
 
     def step_budget(self, max_num_batched_tokens: int, context: int) -> int:
         """Tokens for a step beside this context; on a CPU so many that it stays under half a second."""
@@ -268,6 +308,8 @@ class TorchRunner:
         for _ in range(2):
             self.execute(Plan(0, [Row(seq, 0, n, True)]))
         self.execute(Plan(0, retired=[-1]))
+        if isinstance(self.model, Decoder):
+            self._profiler = Profiler(self.model)
 
 
 def check_longest(config: EngineConfig, longest: int) -> None:
@@ -339,6 +381,7 @@ class _Ticket:
     logprobs: Logprobs | None = None
     likely: list[_ToHost] = field(default_factory=list)
     clock: _GpuClock | None = None
+    slowed: bool = False
 
 
 class _ToHost:

@@ -13,7 +13,7 @@ import torch
 
 from engine.batch import DeviceRows
 from engine.config import ModelConfig
-from engine.events import KernelsProfiled
+from engine.events import GraphCaptured, KernelsProfiled
 from engine.kv_cache import CacheSize, allocate
 from engine.model import Decoder
 from engine.ops import native
@@ -26,9 +26,10 @@ from engine.ops.reference import ReferenceOps
 from engine.ops.roofline import Roofline, roofline, work
 from engine.ops.stopwatch import stopwatch
 from engine.params import SamplingParams
-from engine.runner import Plan, Row
+from engine.runner import Plan, Row, StepOutput
 from engine.sequence import Request, Sequence
-from tests.engine.tiny import LLAMA, QWEN2, QWEN3, random_weights
+from engine.torch_runner import TorchRunner
+from tests.engine.tiny import CPU64, LLAMA, QWEN2, QWEN3, Driver, random_weights
 
 CPU = torch.device("cpu")
 ROOF = Roofline(50e9, 1e12)
@@ -159,6 +160,31 @@ def test_every_call_is_timed_once_and_told_when_the_device_has_made_it() -> None
     watch.reached = ends[1]
     assert [p.sequences for p in profiler.take()] == [len(DECODES)]
     assert profiler.take() == []
+
+
+def test_a_runner_tells_with_each_step_what_there_is_to_tell() -> None:
+    runner = TorchRunner.from_weights(LLAMA, random_weights(LLAMA), CPU64)
+    driver, told = Driver(runner), []
+    collect = runner.collect
+
+    def collected(ticket: Any) -> StepOutput:
+        output = collect(ticket)
+        told.append(output.events)
+        return output
+
+    runner.collect = collected  # type: ignore[method-assign]
+    for _ in range(2):
+        driver.add([1, 2, 3, 4, 5])
+    driver.step(100)
+    driver.step(1)
+    captured = GraphCaptured(2, 1, 0.1)
+    runner._events.append(captured)
+    driver.step(1)
+    driver.step(1)
+    (prefill,), (decode,), *rest = told
+    assert (prefill.tokens, prefill.sequences) == (10, 2)
+    assert (decode.tokens, decode.sequences) == (2, 2)
+    assert rest == [[captured], []]
 
 
 # ------------------------------------------------------------------------------------------ the work

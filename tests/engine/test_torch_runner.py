@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from engine.config import EngineConfig, ModelConfig, SetupError
 from engine.kv_cache import CacheSize, check_cpu_memory, gpu_kv_bytes, plan_size
 from engine.params import SamplingParams
 from engine.runner import Plan, Row
+from engine.sequence import Request, Sequence
 from engine.step_cost import SECONDS, StepCost
 from engine.torch_runner import TorchRunner, clamp_model_len
 from tests.engine.tiny import CPU64, LLAMA, Driver, random_weights
@@ -241,3 +243,32 @@ def test_a_step_goes_to_the_device_in_one_copy() -> None:
     assert all((t.data_ptr() - got[0].data_ptr()) % 16 == 0 for t in got if len(t))
     for a, t in zip(arrays, got, strict=True):
         assert torch.equal(t, torch.from_numpy(a))
+
+
+def test_a_gpu_that_is_full_of_pieces_gets_a_second_try(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The forward runs again behind an emptied cache of torch's; what fails twice fails the step."""
+    one = runner()
+    seq = Sequence(0, Request(0, [1, 2, 3], SamplingParams(temperature=0.0), 0.0))
+    seq.table = [1]
+    batch, _ = one._rows.apply(Plan(0, [Row(seq, 0, 3, True)]))
+    with torch.inference_mode():
+        want = one.model.forward(batch, one.cache)
+    forward, left, emptied = one.model.forward, 1, []
+
+    def full(*args: Any) -> torch.Tensor:
+        nonlocal left
+        left -= 1
+        if left >= 0:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return forward(*args)
+
+    monkeypatch.setattr(one.model, "forward", full)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(left))
+    with torch.inference_mode():
+        with pytest.raises(torch.OutOfMemoryError):
+            one._forward(batch)  # a CPU has no pieces
+        one.device, left = "cuda", 1
+        assert torch.equal(one._forward(batch), want) and emptied == [0]
+        left = 2
+        with pytest.raises(torch.OutOfMemoryError):
+            one._forward(batch)

@@ -45,13 +45,13 @@ def main(words: list[str] | None = None) -> int:
         from tests.gpu.stand_ins import install
 
         install()
-    from tests.gpu import attention, correct, linears, model, peers, sampling
+    from tests.gpu import attention, correct, engine, linears, model, peers, sampling
 
     machine = Machine(torch.device("cpu" if args.dry_run else "cuda"))
     tables: list[Table] = []
     parts: list[tuple[str, Callable[[Machine], list[Table]]]] = [
         ("correct", correct.run), ("attention", attention.run), ("linears", linears.run),
-        ("sampling", sampling.run), ("model", model.run), ("vllm", peers.run),
+        ("sampling", sampling.run), ("model", model.run), ("engine", engine.run), ("vllm", peers.run),
     ]  # fmt: skip
     print(machine.heading(), flush=True)
     with torch.inference_mode():

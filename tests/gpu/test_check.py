@@ -35,7 +35,7 @@ def test_every_line_of_it_runs_interpreted() -> None:
     assert "WRONG" not in run.stdout
     for title in (
         "Correctness", "Decode attention", "Prefill attention", "Linears", "Sampling", "Decode, Qwen3-8B",
-        "Prefill, Qwen3-8B", "vLLM", "Targets on an H200",
+        "Prefill, Qwen3-8B", "Engine, Qwen3-8B", "vLLM", "Targets on an H200",
     ):  # fmt: skip
         assert f"## {title}" in run.stdout
     rows = [line.split(" | ") for line in run.stdout.splitlines()]

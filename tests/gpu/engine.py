@@ -1,0 +1,96 @@
+"""The engine itself: scheduler, paging, graphs, sampling and the host beside them, in turn and asynchronously.
+
+Qwen3-8B's shape with random weights in bfloat16: what a user sees, against the bare forward of `model`.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from engine.config import EngineConfig
+from engine.core import EngineCore
+from engine.event_log import EventLog
+from engine.events import StepCompleted, TokensSampled
+from engine.model import Decoder
+from engine.ops.triton import TritonOps
+from engine.params import SamplingParams
+from engine.torch_runner import TorchRunner
+from tests.gpu.machine import Machine, Table
+from tests.gpu.model import TINY, random
+from tests.gpu.problems import QWEN3_8B
+
+
+def run(m: Machine) -> list[Table]:
+    """Decode tokens a second between the first step in which all decode and the last; busy: the GPU's time of
+    those steps over the wall's; alike: sequences that say the same both ways. One alone must: it runs the same
+    kernels. In company near-ties of random weights may fall either way where steps are composed differently."""
+    c, dtype = QWEN3_8B if m.real else TINY, torch.bfloat16
+    context, tokens = (2048, 128) if m.real else (20, 4)
+    columns = ("at once", "tok/s in turn", "busy", "tok/s asynchronous", "busy", "gain", "alike")
+    table = Table("Engine, Qwen3-8B's shape, 2,048 tokens of context", columns)
+    if m.real and m.free() < 2 * 8_190_735_360 * 1.3:
+        table.rows.append(("", "no memory", *[""] * 5))
+        return [table]
+    longest = context + tokens + 1
+    with torch.inference_mode():
+        ops = TritonOps(m.device, dtype, c)
+        model = Decoder(replace(c, max_position_embeddings=longest), random(c, m.device, dtype), ops, longest)
+    for batch in (1, 8, 64) if m.real else (1, 2):
+        blocks = batch * -(-longest // 16) + 2
+        if m.real and blocks * 16 * 147_456 > 0.9 * m.free():
+            table.rows.append((str(batch), "no memory", *[""] * 5))
+            continue
+        config = EngineConfig(
+            device=m.device.type, dtype="bfloat16", ops="triton", num_blocks=blocks, max_num_seqs=batch,
+            max_num_batched_tokens=8192, enable_prefix_caching=False,
+        )  # fmt: skip
+        found = []
+        for ahead in (False, True):
+            runner = TorchRunner.over(model, replace(config, async_scheduling=ahead))
+            found.append(_decode(runner, batch, context, tokens, c.vocab_size))
+            del runner
+            if m.real:
+                torch.cuda.empty_cache()
+        (turn, turn_busy, turn_said), (beside, beside_busy, beside_said) = found
+        alike = sum(a == b for a, b in zip(turn_said, beside_said, strict=True))
+        table.rows.append((
+            str(batch), f"{turn:,.0f}", f"{turn_busy:.0%}", f"{beside:,.0f}", f"{beside_busy:.0%}",
+            f"x {beside / turn:.2f}", f"{alike} of {batch}" if alike or batch > 1 else "WRONG",
+        ))  # fmt: skip
+    return [table]
+
+
+def _decode(
+    runner: TorchRunner, batch: int, context: int, tokens: int, vocab: int
+) -> tuple[float, float, list[list[int]]]:
+    """(tokens a second, part of the time in which the GPU computed, what each sequence said)."""
+    steps: list[tuple[float, int, float]] = []
+
+    def sink(found: Any) -> None:
+        sampled = sum(sum(e.counts) for e in found.events if isinstance(e, TokensSampled))
+        gpu = sum(e.t_gpu or 0.0 for e in found.events if isinstance(e, StepCompleted))
+        if any(isinstance(e, StepCompleted) for e in found.events):
+            steps.append((time.perf_counter(), sampled, gpu))
+
+    core = EngineCore(runner.config, runner, EventLog(time.perf_counter, sink), hash_seed=1)
+    requests = [
+        core.add_request(
+            i,
+            [(7919 * i + 31 * j) % vocab for j in range(context)],
+            SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True),
+        )
+        for i in range(batch)
+    ]
+    while core.has_work:
+        core.step()
+    # All decode from the first step on that gives every sequence a token; graphs are captured in it at the latest.
+    first = next(i for i, (_, sampled, _) in enumerate(steps) if sampled == batch) + 1
+    last = max(i for i, (_, sampled, _) in enumerate(steps) if sampled == batch)
+    span = steps[last][0] - steps[first][0]
+    between = steps[first + 1 : last + 1]
+    said = [list(r.branches[0].output_ids) for r in requests]
+    return sum(n for _, n, _ in between) / span, sum(gpu for *_, gpu in between) / span, said
