@@ -62,7 +62,11 @@ class Ring:
 
     def latest(self, count: int = LATEST) -> Floats:
         """[at most `count`] the newest values, oldest first: what p50, p99 and max are taken of."""
-        return self.values()[-count:]
+        size, n = len(self._rows), min(count, len(self))
+        first, values = (self._count - n) % size, self._rows[:, 1]
+        if first + n <= size:
+            return values[first : first + n].copy()
+        return np.concatenate((values[first:], values[: first + n - size]))
 
     def percentile(self, q: float, since: float = -np.inf) -> float | None:
         """q in 0..100 over the points with t >= since; None without points."""

@@ -139,6 +139,7 @@ class MainScreen(Kept, Screen[None]):
         """Blocks under the mouse, in order."""
         self._lines: list[Lines] = []
         self._boxes: list[Box] = []
+        self._periods: dict[Lines, float] = {}
         self._in_view: list[Lines] | None = None
         """Those of `_lines` that the layout shows; None until it is asked."""
         self._moved_at = float("-inf")
@@ -185,6 +186,7 @@ class MainScreen(Kept, Screen[None]):
     def on_mount(self) -> None:
         """Start in the mode that fits the source."""
         self._lines, self._boxes = list(self.query(Lines)), list(self.query(Box))
+        self._periods = {widget: _period(widget) for widget in self._lines}
         self.screen_layout_refresh_signal.subscribe(self, self._forget_view, immediate=True)
         self.set_class(not self.live, "-replay")
         self.show_view(self.view)
@@ -267,7 +269,7 @@ class MainScreen(Kept, Screen[None]):
         waiting: list[tuple[bool, float, int]] = []
         share = 0.0
         for n, widget in enumerate(in_view):
-            period, age = _period(widget), wall - widget.painted_at
+            period, age = self._periods[widget], wall - widget.painted_at
             if widget.stale or age >= 2 * period:
                 due.append(widget)
                 continue

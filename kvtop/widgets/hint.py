@@ -93,11 +93,16 @@ class KeyLine(Lines):
     def __init__(self, *, id: str | None = None) -> None:
         super().__init__(id=id)
         self.keys: Sequence[Key] = ()
+        self._shown: tuple[object, ...] = ()
         self._spans: list[tuple[int, int, str]] = []
 
     def paint(self, state: DashboardState, now: float) -> None:
         """ "Esc keys   Enter send   F1 help" """
         width = self.size.width
+        shown = (width, *self.keys)
+        if shown == self._shown:
+            return
+        self._shown = shown
         parts: list[Part] = [(" ", Style.null())]
         used = 1
         self._spans = []
@@ -113,6 +118,11 @@ class KeyLine(Lines):
             self._spans.append((used, used + size, key.press))
             used += size + 3
         self.set_rows([parts])
+
+    def forget(self) -> None:
+        """Theme or size changed."""
+        self._shown = ()
+        super().forget()
 
     def on_click(self, event: events.Click) -> None:
         """Press the key that was clicked."""

@@ -98,6 +98,7 @@ class Lines(Widget):
         self.stale = True
         """Something but the state changed (size, theme, selection): the next frame must paint it."""
         self._palette: Palette | None = None
+        self._named: dict[str, Style] = {}
         self._inks: dict[int, tuple[Style, Style]] = {}
         """By the identity of a part's style: it, and how it looks over `base`."""
         self._collected: list[Region] | None = None
@@ -126,7 +127,10 @@ class Lines(Widget):
 
     def ink(self, name: str) -> Style:
         """The palette's style for a block state, mark, graph or word ("free", "hit", "ttft", "muted")."""
-        return self.palette[name]
+        style = self._named.get(name)
+        if style is None:
+            style = self._named[name] = self.palette[name]
+        return style
 
     @property
     def lines(self) -> list[str]:
@@ -231,6 +235,7 @@ class Lines(Widget):
         """Drop what is known of the rows (theme or size changed): the next paint renews each. The
         old strips stay on the screen until then."""
         self._palette = None
+        self._named.clear()
         self.base = self._current_base()
         self._inks.clear()
         self._rows = [None] * len(self._rows)

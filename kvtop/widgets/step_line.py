@@ -12,9 +12,9 @@ import numpy as np
 from rich.cells import cell_len
 from rich.style import Style
 
-from kvtop.series import percentile
 from kvtop.units import count, duration
 from kvtop.widgets.block_map import GLYPHS
+from kvtop.widgets.graph import quantile
 from kvtop.widgets.lines import Lines, Part
 
 if TYPE_CHECKING:
@@ -81,11 +81,11 @@ class StepLine(Lines):
         ring = state.series.itl
         if not len(ring):
             return []
-        newest = ring.values()[-_POINTS:]
+        newest = ring.latest(_POINTS)
         # Three times the middle at least, so that steady steps lie low and a late one stands out.
-        top = max(float(newest.max()), 3 * float(np.median(newest))) or 1.0
-        text = "".join(_BARS[min(7, int(v / top * 7.999))] for v in newest)
-        p50 = percentile(ring.latest(), 50)
+        top = max(float(newest.max()), 3 * (quantile(np.sort(newest), 0.5) or 0.0)) or 1.0
+        text = "".join([_BARS[min(7, int(v / top * 7.999))] for v in newest.tolist()])
+        p50 = quantile(np.sort(ring.latest()), 0.5)
         muted = self.ink("muted")
         return [
             ("ITL ", muted),
