@@ -21,13 +21,17 @@ class PoolRules(Facts):
 
     def _on_touched(self, e: ev.BlocksTouched) -> None:
         self.pool.touched(e, self.t)
-        request_id = self._sequence(e.seq_id).request_id
+        sequence = self._sequence(e.seq_id)
+        request_id = sequence.request_id
+        # Of hits, and of a sibling that comes back, all slots are filled; a step may be told much later.
+        if e.why == "hit" or (not sequence.num_computed and sequence.output_ids):
+            sequence.num_computed = len(self.pool.mirror.tables.get(e.seq_id, ())) * self.block_size
         if e.why == "hit":
             self._moment("hit", e.ids, request_id)
             if request_id is not None:
                 self._note_hits(self.requests.get(request_id), e.seq_id)
         else:
-            self._note_moved(self._view_of(self._sequence(e.seq_id)))
+            self._note_moved(self._view_of(sequence))
             self._moment("forked", e.ids, request_id)
 
     def _on_copied(self, e: ev.BlocksCopied) -> None:

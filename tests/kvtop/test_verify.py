@@ -60,7 +60,7 @@ def test_storms_over_every_policy_verify_and_the_state_keeps_their_queue(seed: i
         state.apply(batch)
     for _ in range(200):
         storm.act()
-        storm.core.flush()
+        storm.core.snapshot()  # a strict state compares
         assert state.waiting == [q.request_id for q in storm.core.scheduler.waiting]
         assert state.running == [q.request_id for q in storm.core.scheduler.running]
     storm.drain()
