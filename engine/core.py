@@ -257,7 +257,7 @@ class EngineCore:
         step, then finish the one in flight. An exception of the runner fails the step's requests, not the
         engine. None if nothing could run, or nothing is finished yet."""
         ahead = 0 if self.one_at_a_time or self.slow else self.ahead
-        if len(self._flight) > ahead:
+        if len(self._flight) > ahead or (self._flight and self._flight[0].error):
             return self._land()
         plan = self.begin()
         if plan is not None:

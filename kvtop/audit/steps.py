@@ -138,7 +138,10 @@ class StepLaws(Books):
         tokens = e.decode_tokens + e.prefill_tokens
         ran = sum(plan.n) if self._sampled else 0
         need(tokens == ran, f"{tokens} tokens completed, {ran} ran")
-        need(tokens <= e.budget, f"{tokens} tokens in a budget of {e.budget}")
+        need(
+            0 <= e.overrun <= e.budget - tokens,
+            f"{tokens} tokens and {e.overrun} for nobody in a budget of {e.budget}",
+        )
         told, mine = (e.free, e.active, e.cached), (mirror.free, mirror.active, mirror.cached)
         need(told == mine, f"free, active, cached are {told}, the events say {mine}")
         phases = [life.phase for life in self.unfinished.values()]

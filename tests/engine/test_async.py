@@ -379,6 +379,7 @@ def test_a_step_that_cannot_be_launched_lets_the_one_in_flight_finish() -> None:
     rig.run()
     assert request.finish_reason == "error" and "MemoryError: no room" in (request.error or "")
     assert rig.answer(request) == rig.truth(request, 3), "of the three steps that ran"
+    assert calls == 4, "and nothing is launched behind the step that was not"
     again = rig.add(prompt(20), 3)
     rig.run()
     assert rig.answer(again) == rig.truth(again, 3)

@@ -189,6 +189,7 @@ def tampered(batches: list[ev.StepBatch], kind: type, **fields: Any) -> list[ev.
         (ev.BlocksStored, {"parent": "0" * 32}),
         (ev.StepCompleted, {"free": lambda n: n + 1, "active": lambda n: n - 1}),
         (ev.StepCompleted, {"queues": {"running": 9, "waiting": 0, "preempted": 0}}),
+        (ev.StepCompleted, {"overrun": 10**6}),
         (ev.TokensSampled, {"num_computed": lambda c: [c[0] + 1, *c[1:]]}),
         (ev.PrefixLookup, {"hit_blocks": lambda n: n + 1, "hit_tokens": lambda n: n + 4}),
         (ev.RequestFinished, {"usage": lambda u: replace(u, cached_tokens=u.cached_tokens + 1)}),
