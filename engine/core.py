@@ -475,10 +475,11 @@ class EngineCore:
         for request in done:
             self._finish(request, request.branches[0].finish_reason or "stop")
         for request in bad:
-            self.paging.invalidate(request.branches[0])
+            readers = self.paging.invalidate(request.branches[0])
             self._finish(
                 request, "error", "the model gave NaN or infinite logits; its cached blocks were dropped"
             )
+            self.scheduler.preempt_all(readers)  # of the next step: they read them before this was known
 
     def _tell_logprobs(self, rows: list[tuple[int, int, Logprob]]) -> None:
         """(sequence id, token, what the model thought of it) where a request asks."""

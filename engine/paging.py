@@ -92,10 +92,7 @@ class Paging:
                 request.cache_write_tokens = min(request.cache_write_tokens, publication.tokens_before)
                 self.pool.unpublish(publication.ids, seq.seq_id, "unwritten")
                 bad.update(publication.ids)
-        if not bad:
-            return []
-        touches = [item for books in self._flight for item in books.touched.items()]
-        return list(dict.fromkeys(s for s, touched in touches if not bad.isdisjoint(touched)))
+        return self._touching(bad)
 
     # ---------------------------------------------------------------- admission
 
@@ -197,13 +194,15 @@ class Paging:
             request.cache_write_tokens += max(0, min(end * self.block_size, request.prompt_tokens) - first)
             request.high_published = end
 
-    def invalidate(self, seq: Sequence) -> None:
+    def invalidate(self, seq: Sequence) -> list[Sequence]:
         """Its KV proved bad: nothing that its request stored or read is findable any more. One of the blocks
-        that it read may be the cause, and would end whoever reads it next."""
+        that it read may be the cause, and would end whoever reads it next. Returns the sequences that
+        touched one for a step in flight."""
         bad = [b for b, h in seq.request.stored if self.pool.hash_of(b) == h]
         for branch in seq.request.branches:
             bad += branch.table
         self.pool.unpublish(dict.fromkeys(bad), seq.seq_id, "invalid")
+        return self._touching(set(bad))
 
     # ---------------------------------------------------------------- forks and the end
 
@@ -267,6 +266,11 @@ class Paging:
         seq.table_changed_from = min(seq.table_changed_from, keep)
 
     # ---------------------------------------------------------------- small facts
+
+    def _touching(self, blocks: set[int]) -> list[Sequence]:
+        """Sequences that touched one of these for a step in flight."""
+        touches = [item for books in self._flight for item in books.touched.items()]
+        return list(dict.fromkeys(s for s, touched in touches if not blocks.isdisjoint(touched)))
 
     def _blocks(self, tokens: int) -> int:
         return -(-tokens // self.block_size)

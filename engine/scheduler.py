@@ -330,7 +330,7 @@ class Scheduler:
         lost = sum(s.num_computed for s in request.live)
         sharers = self.give_up(request)
         self._emit(RequestPreempted(request.request_id, [s.seq_id for s in request.live], lost))
-        self._preempt_all(sharers)  # before it joins the queue: they were admitted after it
+        self.preempt_all(sharers)  # before it joins the queue: they were admitted after it
         if self._by_priority:
             self.add(request)
         else:
@@ -344,7 +344,7 @@ class Scheduler:
             self.waiting.remove(request)
         if self._blocked and self._blocked[0] == request.request_id:
             self._blocked = None
-        self._preempt_all(self.give_up(request))
+        self.preempt_all(self.give_up(request))
 
     def give_up(self, request: Request) -> list[Sequence]:
         """Drop its rows in flight, retract what those published, release its tables. Returns the sequences
@@ -378,7 +378,8 @@ class Scheduler:
         """False once the row was dropped (abort or preemption between begin and finish)."""
         return any(row is r for r in row.seq.in_flight)
 
-    def _preempt_all(self, sharers: list[Sequence]) -> None:
+    def preempt_all(self, sharers: list[Sequence]) -> None:
+        """Preempt whoever of them still runs."""
         if not sharers:
             return
         requests = {s.request for s in sharers}

@@ -336,6 +336,21 @@ def test_a_step_that_fails_takes_its_requests_and_whoever_reads_what_it_did_not_
     assert rig.answer(reader) == rig.truth(reader, 5) and rig.answer(bystander) == rig.truth(bystander, 5)
 
 
+def test_who_was_planned_on_kv_that_proves_bad_computes_its_own() -> None:
+    bad: set[int] = set()
+    rig = Rig(ahead=1, block_size=4, bad=bad.__contains__)
+    sick = rig.add(prompt(17), 5)
+    bad.add(sick.branches[0].seq_id)
+    rig.step()
+    reader, bystander = rig.add(prompt(20), 5), rig.add(prompt(20, 1), 5)
+    rig.step()
+    assert sick.finish_reason == "error" and rig.events(ev.PrefixLookup, reader.request_id)[0].hit_blocks == 4
+    rig.run()
+    assert (reader.preemptions, bystander.preemptions) == (1, 0)
+    assert rig.events(ev.PrefixLookup, reader.request_id)[1].hit_blocks == 0
+    assert rig.answer(reader) == rig.truth(reader, 5) and rig.answer(bystander) == rig.truth(bystander, 5)
+
+
 def test_who_goes_on_behind_unwritten_blocks_and_then_gets_no_row_falls_with_their_step() -> None:
     """Planning ahead takes what the step in flight publishes, meets an empty pool and comes to nothing."""
 
