@@ -257,11 +257,9 @@ class Ops(ABC):
             state = self.attention_block(state, attention, cache[layer], plan)
             state = self.mlp_block(state, mlp, plan)
         delta, residual = state
-        rows = batch.logit_rows
-        if len(rows) != len(residual):
-            residual = residual[rows]
-            delta = None if delta is None else delta[rows]
-        hidden, _ = self.add_rms_norm(delta, residual, w.norm, w.eps)
+        rows = batch.logit_rows  # as many as tokens need not be one of each: a row may draw twice
+        delta = None if delta is None else delta[rows]
+        hidden, _ = self.add_rms_norm(delta, residual[rows], w.norm, w.eps)
         return self.logits(hidden, w.head)
 
     def timed_decoder(self, w: DecoderWeights, cache: Kv, plan: StepPlan, timer: Timer) -> Tensor:

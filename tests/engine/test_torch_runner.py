@@ -196,6 +196,20 @@ def test_samples_do_not_depend_on_batch_chunk_or_preemption() -> None:
 # ------------------------------------------------------------------------------------------- budget
 
 
+def test_a_step_of_as_many_draws_as_tokens_draws_from_the_last_one_alone() -> None:
+    """The end of a prompt, two tokens of it, where two samples part."""
+    r, said = runner(), []
+    for chunks in ((9,), (7, 2), (8, 1)):
+        seq = Sequence(len(said), Request(0, list(range(3, 12)), SamplingParams(temperature=0.0, n=2), 0.0))
+        seq.table, start = [1, 2], 0
+        for n in chunks:
+            last = start + n == 9
+            output = r.execute(Plan(0, [Row(seq, start, n, last, (0, 1) if last else ())]))
+            start += n
+        said.append(output.token_ids[0])
+    assert said[0] == said[1] == said[2] and said[0][0] == said[0][1]
+
+
 def test_a_chunk_shrinks_with_the_context() -> None:
     cost = StepCost(SMOL)
     assert cost.tokens_within(0) > 10_000  # nothing measured yet: no limit
