@@ -141,7 +141,7 @@ class EngineCore:
         self._beside: AsyncRunner | None = None
         if isinstance(runner, AsyncRunner) and runner.ahead > 0 and not config.audit:
             self._beside = runner
-        self.ahead = self._beside.ahead if self._beside else 0
+        self.ahead = min(self._beside.ahead, 1) if self._beside else 0
         """Steps that may be launched before the one in flight is finished."""
 
     # ---------------------------------------------------------------- requests
@@ -318,7 +318,10 @@ class EngineCore:
         step's end: a step that is in flight beside another is told when the next one is begun."""
         if flight.told is not None:
             return
-        rows = flight.told = [row for row in flight.plan.rows if self.scheduler.is_scheduled(row)]
+        rows = flight.plan.rows
+        if self.ahead:
+            rows = [row for row in rows if self.scheduler.is_scheduled(row)]
+        flight.told = rows
         self.log.step += 1
         self.events.append(
             StepScheduled(
@@ -409,8 +412,7 @@ class EngineCore:
 
     def _commit(self, plan: Plan, output: StepOutput) -> None:
         now = self.clock()
-        # A row that was dropped since begin (abort, preemption) counts as not executed.
-        kept = [self.scheduler.is_scheduled(row) for row in plan.rows]
+        kept = self.scheduler.step_done(plan)
         bad = {plan.rows[i].seq.request: None for i in output.bad_rows if kept[i]}
         searches: dict[Request, BeamSearch] = {}
         for i, row in enumerate(plan.rows):
@@ -421,7 +423,6 @@ class EngineCore:
                 (offered,) = output.logprobs[i]
                 request.search.offer(row.seq.seq_id, offered.top_ids, offered.top)
                 searches[request] = request.search
-        self.scheduler.step_done(plan)
         advanced: list[Grown] = []
         told: list[tuple[int, int, Logprob]] = []
         for i, row in enumerate(plan.rows):
@@ -531,9 +532,11 @@ class EngineCore:
         if output is None:
             output = StepOutput([])
         else:
-            told = {id(row) for row in flight.told or ()}
-            rows = [row for row in flight.plan.rows if id(row) in told]
-            overrun = sum(row.n for row in flight.plan.rows) - sum(row.n for row in rows)
+            rows = flight.plan.rows
+            if rows is not flight.told:
+                told = {id(row) for row in flight.told or ()}
+                rows = [row for row in rows if id(row) in told]
+                overrun = sum(row.n for row in flight.plan.rows) - sum(row.n for row in rows)
         decode = sum(r.n for r in rows if r.start >= r.seq.num_known)
         pool = self._pool
         waiting = self.scheduler.waiting

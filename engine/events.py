@@ -318,7 +318,10 @@ class RequestFinished(Event, frozen=True):
 
 
 class StepScheduled(Event, frozen=True):
-    """Columns, one row per scheduled sequence: tokens [start, start + n) are computed."""
+    """Columns, one row per scheduled sequence: tokens [start, start + n) are computed. In the same batch as the
+    step's TokensSampled and StepCompleted. A step that was launched while another was in flight is told here
+    when that one is finished: what it took from the pool may stand in the batch before, and rows of sequences
+    that had ended by then are left out (StepCompleted.overrun)."""
 
     seq_ids: list[int]
     start: list[int]

@@ -128,7 +128,7 @@ class AsyncRunner(Protocol):
     its sequence drew in the step before."""
 
     ahead: int
-    """Steps that may be launched before the first of them is collected, less one."""
+    """Steps that may be launched beside the one in flight: 0 or 1."""
 
     def launch(self, plan: Plan) -> Any:
         """Takes over all that the step needs from the host. May raise: then it is not executed. What it

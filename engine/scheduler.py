@@ -6,9 +6,8 @@ the pool runs dry the last running request in that order is preempted by recompu
 another, so something always finishes; nothing is admitted in a step that preempted. Emits the request
 events of admission and preemption.
 
-A step may be planned ahead: before the tokens of the one in flight are known. Then a sequence gets a row only
-where the plan cannot depend on its missing token, and nobody is preempted: what needs that waits until
-nothing is in flight.
+A step may be planned ahead: before the tokens of the one in flight are known, where no sequence needs to know
+its own before it goes on. Nobody is preempted then: that waits until nothing is in flight.
 """
 
 from __future__ import annotations
@@ -105,8 +104,7 @@ class Scheduler:
     def schedule(self, step: int, budget: int) -> Plan:
         """Rows for at most `budget` tokens, decodes first. Rows empty: nothing can run, or not before
         what is in flight is done."""
-        ahead = self.in_flight > 0
-        if ahead and self._short:
+        if self.in_flight and (self._short or self._waits_for_a_token()):
             return Plan(step)
         self._short = False
         self.paging.begin_step(self.in_flight)
@@ -116,15 +114,10 @@ class Scheduler:
         self._preempted_now = False
         decodes: list[Sequence] = []
         prefills: list[Sequence] = []
-        waited_for = False
         for request in self.running:
             for seq in request.live:
-                if not seq.in_flight or self._is_foreseeable(seq):
+                if not seq.in_flight or self._goes_on(seq):
                     (decodes if seq.is_decoding else prefills).append(seq)
-                elif self._needs_each_token(seq) and seq.in_flight[-1].start >= seq.num_known:
-                    waited_for = True
-        if waited_for:  # else those that wait would fall into two halves, each in every other step, for good
-            decodes = [s for s in decodes if not self._needs_each_token(s)]
         for place, seq in enumerate((*decodes, *prefills), 1):
             if self._left <= 0 or self._short:
                 break
@@ -142,24 +135,28 @@ class Scheduler:
             self.paging.cancel_step()
         return plan
 
-    def _is_foreseeable(self, seq: Sequence) -> bool:
-        """Its next row can be told before the last one's output: that samples nothing, or one token that
-        neither is its last for certain nor is needed to draw the next."""
-        row, request = seq.in_flight[-1], seq.request
-        if not row.sample:
+    def _waits_for_a_token(self) -> bool:
+        """A row in flight samples what the host must have seen before that sequence goes on. Then nothing is
+        planned ahead: without the others' next step it would get every second one only."""
+        for request in self.running:
+            needs = self._lookup is not None or request.params.needs_each_token
+            for seq in request.live if needs or request.fans_out else ():
+                if seq.in_flight and seq.in_flight[-1].sample:
+                    return True
+        return False
+
+    def _goes_on(self, seq: Sequence) -> bool:
+        """What is in flight is not its last for certain."""
+        request = seq.request
+        if not seq.in_flight[-1].sample:
             return True
-        if row.branches or self._needs_each_token(seq):
-            return False
         tokens = seq.num_tokens
         longest = self._max_model_len is None or tokens < self._max_model_len
         return longest and tokens - request.prompt_tokens < request.params.max_tokens
 
-    def _needs_each_token(self, seq: Sequence) -> bool:
-        """It decodes only from tokens that the host knows."""
-        return self._lookup is not None or seq.request.params.needs_each_token
-
     def _schedule_running(self, seq: Sequence) -> None:
         start, shared, hits, first = seq.num_scheduled, 0, [], seq
+        decoding = start >= seq.num_known
         if not seq.table:  # a branch that came back from preemption with its siblings
             first = seq.request.live[0]
             if seq is not first:
@@ -169,7 +166,7 @@ class Scheduler:
                     return
             hits = self.paging.lookup(seq)
             start = max(shared, len(hits)) * self.paging.block_size
-        more = self.paging.lookup_more(seq) if self.looks_again and not seq.is_decoding else []
+        more = self.paging.lookup_more(seq) if self.looks_again and not decoding else []
         if more and seq.in_flight:
             return  # its row there would end behind what it goes on from: it goes on in the next step
         if more:
@@ -182,11 +179,11 @@ class Scheduler:
         if more:
             self.paging.take_more(seq, more)
         drafts: tuple[int, ...] = ()
-        if self._lookup is not None and n == 1 and seq.is_decoding and start + 1 == seq.num_tokens:
+        if self._lookup is not None and n == 1 and decoding and start + 1 == seq.num_tokens:
             # What the other decodes need is not the drafts', and nobody is preempted for them.
             drafts = self._lookup.drafts(seq, self._left - 1 - self._decodes_left)
         if drafts and self.paging.grow(seq, start + 1 + len(drafts)):
-            self._add_row(seq, 1 + len(drafts), drafts)
+            self._add_row(seq, start, 1 + len(drafts), drafts)
             return
         while not self.paging.grow(seq, start + n):
             if self.in_flight:
@@ -196,7 +193,7 @@ class Scheduler:
             # It was the victim, or shares a block that the victim was to write in this step.
             if seq.request.status is not Status.RUNNING:
                 return
-        self._add_row(seq, n)
+        self._add_row(seq, start, n)
 
     def _victim(self) -> Request:
         """The last running request in the policy's order."""
@@ -265,7 +262,7 @@ class Scheduler:
             self.hits.append((seq, hits))
         grown = self.paging.grow(seq, cached + n)
         assert grown, "the admission gate counted fewer blocks than growth takes"
-        self._add_row(seq, n)
+        self._add_row(seq, cached, n)
 
     def _promised_blocks(self, request: Request) -> int:
         """Blocks that what it has to prefill will still take, one for each sample that parts then."""
@@ -281,17 +278,17 @@ class Scheduler:
         size = self.paging.block_size
         return sum(-(-len(s) // size) - self.paging.common_blocks(first, s) for s in others)
 
-    def _add_row(self, seq: Sequence, n: int, drafts: tuple[int, ...] = ()) -> None:
-        start = seq.num_scheduled
-        end = start + n
+    def _add_row(self, seq: Sequence, start: int, n: int, drafts: tuple[int, ...] = ()) -> None:
+        end, request = start + n, seq.request
         sample = end >= seq.num_tokens
-        request = seq.request
-        parting = tuple(range(request.params.n)) if sample and request.fans_out else ()
+        parting: tuple[int, ...] = ()
+        if start < seq.num_known:
+            if sample and request.fans_out:
+                parting = tuple(range(request.params.n))
+            self.paging.publish(seq, min(end, seq.num_known))
         top = request.search.candidates if sample and request.search else 0
         row = self._rows[seq] = Row(seq, start, n, sample, parting, drafts, top)
         self._left -= n
-        if start < seq.num_known:
-            self.paging.publish(seq, min(end, seq.num_known))
         seq.in_flight.append(row)
 
     def _chunk(self, seq: Sequence, want: int) -> int:
@@ -366,17 +363,24 @@ class Scheduler:
             self.paging.release(seq)
             self._retired.append(seq.seq_id)
 
-    def step_done(self, plan: Plan) -> None:
-        """The oldest step in flight, which is `plan`, was executed and is being committed."""
+    def step_done(self, plan: Plan) -> list[bool]:
+        """The oldest step in flight, which is `plan`, was executed and is being committed. Returns for each of its
+        rows whether it counts: not if it was dropped since begin (abort, preemption)."""
+        kept = []
         for row in plan.rows:
-            if self.is_scheduled(row):
-                del row.seq.in_flight[0]
+            rows = row.seq.in_flight
+            counts = bool(rows) and rows[0] is row
+            if counts:
+                del rows[0]
+            kept.append(counts)
         self.in_flight -= 1
         self.paging.step_written()
+        return kept
 
     def is_scheduled(self, row: Row) -> bool:
         """False once the row was dropped (abort or preemption between begin and finish)."""
-        return any(row is r for r in row.seq.in_flight)
+        rows = row.seq.in_flight
+        return bool(rows) and (rows[0] is row or rows[-1] is row)  # two steps at most are in flight
 
     def preempt_all(self, sharers: list[Sequence]) -> None:
         """Preempt whoever of them still runs."""

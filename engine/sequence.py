@@ -95,12 +95,14 @@ class Sequence:
     @property
     def num_tokens(self) -> int:
         """Tokens, those included that steps in flight will sample."""
-        return len(self.tokens) + sum(row.sample for row in self.in_flight)
+        rows = self.in_flight
+        return len(self.tokens) + sum(row.sample for row in rows) if rows else len(self.tokens)
 
     @property
     def is_decoding(self) -> bool:
         """The next token to compute is one that was sampled."""
-        return self.num_scheduled >= self.num_known
+        rows = self.in_flight
+        return (rows[-1].start + rows[-1].n if rows else self.num_computed) >= self.num_known
 
     def __len__(self) -> int:
         return len(self.tokens)

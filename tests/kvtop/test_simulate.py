@@ -136,7 +136,7 @@ def test_the_command_of_the_issue_in_small(capsys: pytest.CaptureFixture[str], t
     [
         ("--simulate llama-3.1-70b", "--simulate needs --on DEVICE"),
         ("--on h100", "--on goes with --simulate"),
-        ("--weights fp8", "--weights goes with --simulate"),
+        ("--weights 35GB", "--weights goes with --simulate"),
         ("--speed 3", "--speed goes with --simulate"),
         ("--simulate llama-3.1-70b --on h100 --model x", "leave out --model"),
         ("--simulate llama-3.1-70b --on h100", "does not fit on H100"),
