@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from engine.events import NULL_BLOCK
-from engine.ops.base import StepInput
+from engine.ops.base import Beside, Ops, StepInput
 from engine.runner import Plan, Row
 from engine.sampler import PARAMS, SampleRows
 from engine.sequence import Sequence
@@ -25,9 +25,13 @@ PENDING = -1
 
 
 class DeviceRows:
-    """Rows for sequences. Grows when more sequences live at once than `capacity`."""
+    """Rows for sequences. Grows when more sequences live at once than `capacity`. ops: asked what else a step
+    needs on the device; without it the back end sends that itself."""
 
-    def __init__(self, capacity: int, max_blocks: int, block_size: int, device: torch.device) -> None:
+    def __init__(
+        self, capacity: int, max_blocks: int, block_size: int, device: torch.device, ops: Ops | None = None
+    ) -> None:
+        self._ops = ops
         self.block_size = block_size
         self.device = device
         self._rows: dict[int, int] = {}
@@ -70,6 +74,9 @@ class DeviceRows:
         params = self._params[rows[sampled]]
         params["branch"] = [b for _, b, _ in draws]
         kv_lens = start + n
+        q_lens_host, kv_lens_host = n.tolist(), kv_lens.tolist()
+        drawn_rows = SampleRows(params, kv_lens[sampled] - behind)
+        beside = self._ops.beside(q_lens_host, kv_lens_host, drawn_rows) if self._ops else Beside()
         host_ids = _tokens(plan.rows)
         pending = np.flatnonzero(host_ids == PENDING)
         token_ids, slots, logit_rows, drawing, positions_, row_ids, q_starts, lens, *more = self._upload(
@@ -82,10 +89,15 @@ class DeviceRows:
                 rows,
                 np.concatenate(([0], ends)).astype(np.int32),
                 kv_lens.astype(np.int32),
+                *beside.work,
+                *(() if beside.sampling is None else (beside.sampling,)),
                 *((pending, np.repeat(rows, n)[pending].astype(np.int64)) if len(pending) else ()),
                 *self._table_changes(),
             ]
         )
+        work, more = more[: len(beside.work)], more[len(beside.work) :]
+        if beside.sampling is not None:
+            drawn_rows.sent, *more = more
         if len(pending):
             at, of, *more = more
             token_ids.index_copy_(0, at, self._last[of])
@@ -101,10 +113,12 @@ class DeviceRows:
             q_starts=q_starts,
             kv_lens=lens,
             logit_rows=logit_rows,
-            q_lens=n.tolist(),
-            kv_lens_host=kv_lens.tolist(),
+            q_lens=q_lens_host,
+            kv_lens_host=kv_lens_host,
+            work=work,
+            note=beside.note,
         )
-        return batch, SampleRows(params, kv_lens[sampled] - behind)
+        return batch, drawn_rows
 
     def drawn(self, tokens: torch.Tensor) -> None:
         """The tokens of the newest step's draws, int64 [L] on the device: what the next step may start from

@@ -54,6 +54,7 @@ class DecodeGraphs:
         assert isinstance(model.ops, TritonOps)
         self._model, self._ops, self._cache = model, model.ops, cache
         self._buckets = [b for b in BUCKETS if b < most] + [most]
+        self._ops.padded = self._bucket
         self._capture, self._events = capture, events
         self._graphs: dict[int, _Graph] = {}
         self._tables: Tensor | None = None
@@ -67,7 +68,7 @@ class DecodeGraphs:
         if self._tables is not batch.tables:  # the rows have grown: the graphs read freed memory
             self._graphs.clear()
             self._tables = batch.tables
-        bucket = self._buckets[bisect_left(self._buckets, n)]
+        bucket = self._bucket(n)
         graph = self._graphs.get(bucket)
         if graph is None:
             start = time.perf_counter()
@@ -83,6 +84,11 @@ class DecodeGraphs:
         self._fill(graph, batch, n)
         # A copy: a row may draw several times, or not at all, and the next step writes over these.
         return graph.replay()[batch.logit_rows]
+
+    def _bucket(self, rows: int) -> int:
+        """The least number of rows that a graph is made for and that holds so many; those beyond all of them
+        run without."""
+        return self._buckets[min(bisect_left(self._buckets, rows), len(self._buckets) - 1)]
 
     def _captured(self, bucket: int, like: StepInput) -> _Graph:
         device = self._ops.device
@@ -115,7 +121,7 @@ class DecodeGraphs:
             [t[:n] for t in (static.token_ids, static.positions, static.slots, static.rows, static.kv_lens)],
             [batch.token_ids, batch.positions, batch.slots, batch.rows, batch.kv_lens],
         )
-        self._ops.fill(graph.plan, batch.kv_lens_host)
+        self._ops.fill(graph.plan, batch.kv_lens_host, batch.work[0] if batch.work else None)
 
 
 def cuda_capture(device: torch.device) -> Capture:

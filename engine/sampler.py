@@ -24,10 +24,12 @@ PARAMS = np.dtype(
 @dataclass(slots=True)
 class SampleRows:
     """The rows that sample, on the host. params [L]: a record of temperature, top_p, min_p, top_k, seed
-    and branch; position int64 [L]: index in its sequence of the token to draw."""
+    and branch; position int64 [L]: index in its sequence of the token to draw. sent: the back end's own form of
+    them on the device, where it travelled with the batch."""
 
     params: NDArray[np.void]
     position: NDArray[np.int64]
+    sent: Tensor | None = None
 
 
 def sample(logits: Tensor, rows: SampleRows) -> tuple[list[int], list[int]]:

@@ -132,7 +132,7 @@ class TorchRunner:
         self.notice = "; ".join(filter(None, (model.notice, short)))
         self.kv_dtype = "fp8" if cache_size.scale_bytes else self.dtype
         blocks = -(-max_model_len // cache_size.block_size) + 1
-        self._rows = DeviceRows(config.max_num_seqs, blocks, cache_size.block_size, ops.device)
+        self._rows = DeviceRows(config.max_num_seqs, blocks, cache_size.block_size, ops.device, ops)
         self._cost = StepCost(model.config) if self.device == "cpu" else None
         self._shaper = Shaper()
         beside = config.async_scheduling

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.ops.fp8 import Kv, parts
@@ -91,7 +93,7 @@ class StepInput:
     tables int32 [rows, max_blocks] (persistent); rows int32 [S], each sequence's row in `tables`;
     q_starts int32 [S + 1]; kv_lens int32 [S], tokens to attend to including this step's;
     logit_rows int64 [L], the token rows whose logits are wanted. q_lens and kv_lens_host are the
-    same facts on the host.
+    same facts on the host. work and note: see Beside; empty where nobody asked the back end.
     """
 
     token_ids: Tensor
@@ -104,6 +106,18 @@ class StepInput:
     logit_rows: Tensor
     q_lens: list[int]
     kv_lens_host: list[int]
+    work: list[Tensor] = field(default_factory=list)
+    note: Any = None
+
+
+@dataclass(slots=True)
+class Beside:
+    """What a back end wants on the device beside a step's tokens, in the same copy. sampling: what `draw` reads
+    (comes back as SampleRows.sent); work: what `plan` reads, and note: what the host keeps of it."""
+
+    sampling: NDArray[np.generic] | None = None
+    work: list[NDArray[np.generic]] = field(default_factory=list)
+    note: Any = None
 
 
 @dataclass(slots=True)
@@ -165,6 +179,10 @@ class Ops(ABC):
         return weight.to(self.device, self.dtype).contiguous()
 
     # ------------------------------------------------------------------------------ once a step
+
+    def beside(self, q_lens: list[int], kv_lens: list[int], rows: SampleRows) -> Beside:
+        """What the step with these lengths and draws needs on the device beside its tokens."""
+        return Beside()
 
     def plan(self, batch: StepInput, rope: RopeTable) -> StepPlan:
         """Prepares what every layer of this step shares."""

@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 
 from engine.config import ModelConfig, SetupError
-from engine.ops.base import RopeTable, StepInput, StepPlan
+from engine.ops.base import Beside, RopeTable, StepInput, StepPlan
 from engine.ops.fp8 import Kv
-from engine.ops.triton import StaticPlan, TritonOps
+from engine.ops.triton import StaticPlan, TritonOps, packed_params
 from engine.ops.weights import Quantization
+from engine.sampler import SampleRows
 
 PAGE_2 = 256
 """Of FlashAttention 2 a page is a multiple of this."""
@@ -71,6 +72,9 @@ class FlashAttnOps(TritonOps):
 
     # ------------------------------------------------------------------------------ once a step
 
+    def beside(self, q_lens: list[int], kv_lens: list[int], rows: SampleRows) -> Beside:
+        return Beside(packed_params(rows).ravel())
+
     def plan(self, batch: StepInput, rope: RopeTable, window: int | None = None) -> StepPlan:
         most = max(batch.kv_lens_host, default=0)
         starts = torch.zeros(len(batch.q_lens) + 1, dtype=torch.int32, device=self.device)
@@ -87,7 +91,7 @@ class FlashAttnOps(TritonOps):
         self.fill(plan, [])
         return plan
 
-    def fill(self, plan: StaticPlan, kv_lens: list[int]) -> None:
+    def fill(self, plan: StaticPlan, kv_lens: list[int], sent: Tensor | None = None) -> None:
         """The rows' tables and lengths anew; they are on the device already. Padding reads some row's first
         tokens, and nobody reads what comes of it."""
         assert isinstance(plan, _Plan)

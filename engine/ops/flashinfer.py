@@ -18,10 +18,11 @@ import torch
 from torch import Tensor
 
 from engine.config import ModelConfig, SetupError
-from engine.ops.base import RopeTable, StepInput, StepPlan
+from engine.ops.base import Beside, RopeTable, StepInput, StepPlan
 from engine.ops.fp8 import Kv
-from engine.ops.triton import StaticPlan, TritonOps
+from engine.ops.triton import StaticPlan, TritonOps, packed_params
 from engine.ops.weights import Quantization
+from engine.sampler import SampleRows
 
 WORKSPACE_BYTES = 128 << 20
 """What FlashInfer recommends for the partial results of split keys; wrappers share it, since one runs at a time."""
@@ -75,6 +76,9 @@ class FlashInferOps(TritonOps):
 
     # ------------------------------------------------------------------------------ once a step
 
+    def beside(self, q_lens: list[int], kv_lens: list[int], rows: SampleRows) -> Beside:
+        return Beside(packed_params(rows).ravel())
+
     def plan(self, batch: StepInput, rope: RopeTable, window: int | None = None) -> StepPlan:
         """One plan at a time: the next one takes this one's wrapper."""
         pages = self._pages(batch, batch.kv_lens_host)
@@ -105,7 +109,7 @@ class FlashInferOps(TritonOps):
         self.fill(plan, [])
         return plan
 
-    def fill(self, plan: StaticPlan, kv_lens: list[int]) -> None:
+    def fill(self, plan: StaticPlan, kv_lens: list[int], sent: Tensor | None = None) -> None:
         """Plans anew into the wrapper's buffers. Padding reads some row's first token, and nobody reads what
         comes of it."""
         assert isinstance(plan, _Plan)

@@ -6,7 +6,7 @@ ReferenceOps', which tests hold every kernel to. Under TRITON_INTERPRET=1 it run
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from engine.config import ModelConfig, SetupError
 from engine.ops import scaled
-from engine.ops.base import AttentionWeights, Packed, RopeTable, StepInput, StepPlan, launches
+from engine.ops.base import AttentionWeights, Beside, Packed, RopeTable, StepInput, StepPlan, launches
 from engine.ops.fp8 import Fp8Kv, Kv, parts
 from engine.ops.kernels import attention, copy, draw, norm, qkv, quantised, silu
 from engine.ops.kernels.combine import combine
@@ -41,6 +41,18 @@ class _Group:
 
 
 @dataclass(slots=True)
+class _List:
+    """A group's work list and merges on the host, one after the other. split: where the merges begin; parts: pieces
+    that need room for a partial result."""
+
+    tile: attention.Tile
+    host: NDArray[np.int32]
+    split: int
+    parts: int
+    most: int
+
+
+@dataclass(slots=True)
 class _Plan(StepPlan):
     groups: list[_Group]
 
@@ -52,10 +64,8 @@ class StaticPlan(StepPlan):
 
 @dataclass(slots=True)
 class _StaticPlan(_Plan, StaticPlan):
-    """hosts: the work list and the merges, pinned where that pays, in turns, since the copy of the step before
-    may still be to come; device: where they are read."""
+    """device: where the work list and the merges are read."""
 
-    hosts: list[Tensor]
     device: Tensor
 
 
@@ -84,6 +94,8 @@ class TritonOps(ReferenceOps):
             found = torch.cuda.get_device_properties(device)
             capability, processors = (found.major, found.minor), found.multi_processor_count
         self.capability = capability
+        self.padded: Callable[[int], int] = lambda rows: rows
+        """Rows that so many decoding ones are padded to: a graph's, whose lists are as long each time."""
         # GPUs before sm_89 know no FP8: there the kernels get its bits.
         self._native_fp8 = capability >= (8, 9)
         self._scaled = quantization == "fp8" and scaled.works(device, dtype)
@@ -91,76 +103,74 @@ class TritonOps(ReferenceOps):
 
     # ------------------------------------------------------------------------------ once a step
 
+    def beside(self, q_lens: list[int], kv_lens: list[int], rows: SampleRows) -> Beside:
+        lists = self._lists(q_lens, kv_lens, None)
+        return Beside(packed_params(rows).ravel(), [one.host for one in lists], lists)
+
     def plan(self, batch: StepInput, rope: RopeTable, window: int | None = None) -> StepPlan:
         """window: of the layers that will attend by this plan; it changes the balance, never the result."""
-        q_lens, kv_lens = np.asarray(batch.q_lens), np.asarray(batch.kv_lens_host)
+        lists, sent = batch.note, batch.work
+        if lists is None or window is not None:
+            lists = self._lists(batch.q_lens, batch.kv_lens_host, window)
+            sent = [self._upload(one.host) for one in lists]
+        return _Plan(batch, rope, [self._group(one, there) for one, there in zip(lists, sent, strict=True)])
+
+    def _lists(self, q_lens_: list[int], kv_lens_: list[int], window: int | None) -> list[_List]:
+        q_lens, kv_lens = np.asarray(q_lens_), np.asarray(kv_lens_)
         few = q_lens * self._groups <= self.tiles.few.rows
-        groups = []
+        lists = []
         for chosen, tile, programs, least in (
             (few, self.tiles.few, self.tiles.programs_few, self.tiles.least_few),
             (~few, self.tiles.many, self.tiles.programs_many, self.tiles.least_many),
         ):
             index = np.flatnonzero(chosen)
-            if len(index):
-                groups.append(
-                    self._group(index, q_lens[index], kv_lens[index], tile, programs, least, window)
-                )
-        return _Plan(batch, rope, groups)
+            if not len(index):
+                continue
+            w = work_list(
+                index, q_lens[index], kv_lens[index], block_q=tile.rows // self._groups, keys=tile.keys,
+                kv_heads=self._kv_heads, programs=programs, least=least, window=window,
+            )  # fmt: skip
+            if len(index) == int(q_lens.sum()):  # nothing but decodes
+                items, merges = self._static_size(max(len(index), self.padded(len(index))))
+            else:
+                items, merges = _aligned(len(w.work)), len(w.merges)
+            host = np.full(5 * items + 4 * merges, -1, np.int32)
+            host[: w.work.size] = w.work.ravel()
+            host[5 * items : 5 * items + w.merges.size] = w.merges.ravel()
+            lists.append(_List(tile, host, 5 * items, w.parts, w.most))
+        return lists
 
-    def _group(
-        self,
-        index: NDArray[np.int64],
-        q_lens: NDArray[np.int64],
-        kv_lens: NDArray[np.int64],
-        tile: attention.Tile,
-        programs: int,
-        least: int,
-        window: int | None,
-    ) -> _Group:
-        w = work_list(
-            index, q_lens, kv_lens, block_q=tile.rows // self._groups, keys=tile.keys,
-            kv_heads=self._kv_heads, programs=programs, least=least, window=window,
-        )  # fmt: skip
-        split = 5 * _aligned(len(w.work))
-        host = np.full(split + w.merges.size, -1, np.int32)
-        host[: w.work.size] = w.work.ravel()
-        host[split:] = w.merges.ravel()
-        both = self._upload(host)
+    def _static_size(self, rows: int) -> tuple[int, int]:
+        """(work items, merges) that hold the lists of so many decoding rows, however long they are: a piece is
+        as long as a program's share at least, so there are no more of them than that."""
+        return _aligned(rows + self.tiles.programs_few // self._kv_heads), rows
+
+    def _group(self, one: _List, there: Tensor) -> _Group:
+        """there: its lists on the device."""
         room = None
-        if w.parts:
-            room = attention.parts_for(w.parts, self._kv_heads, tile, self._dim, self.device)
-        return _Group(tile, both[:split].view(-1, 5), both[split:].view(-1, 4), room, w.most)
+        if one.parts:
+            room = attention.parts_for(one.parts, self._kv_heads, one.tile, self._dim, self.device)
+        work, merges = there[: one.split], there[one.split :]
+        return _Group(one.tile, work.view(-1, 5), merges.view(-1, 4), room, one.most)
 
     def static_plan(self, batch: StepInput, rope: RopeTable) -> StaticPlan:
         """A plan for steps in which each row of `batch` decodes one token, or none; `fill` says what."""
-        rows, tile = len(batch.q_lens), self.tiles.few
-        # A piece is as long as a program's share at least, so there are no more of them than that.
-        items = _aligned(rows + self.tiles.programs_few // self._kv_heads)
-        hosts = [torch.full((items * 5 + rows * 4,), -1, dtype=torch.int32) for _ in range(2)]
-        if self.device.type == "cuda":
-            hosts = [host.pin_memory() for host in hosts]
-        device = hosts[0].to(self.device, copy=True)
+        tile = self.tiles.few
+        items, merges = self._static_size(len(batch.q_lens))
+        device = torch.full((items * 5 + merges * 4,), -1, dtype=torch.int32, device=self.device)
         room = attention.parts_for(items, self._kv_heads, tile, self._dim, self.device)
         split = items * 5
         group = _Group(tile, device[:split].view(-1, 5), device[split:].view(-1, 4), room, MOST_SPLITS)
-        return _StaticPlan(batch, rope, [group], hosts, device)
+        return _StaticPlan(batch, rope, [group], device)
 
-    def fill(self, plan: StaticPlan, kv_lens: list[int]) -> None:
-        """Rewrites the work list for so many tokens to attend to, one entry a row that decodes."""
+    def fill(self, plan: StaticPlan, kv_lens: list[int], sent: Tensor | None = None) -> None:
+        """Rewrites the work list for so many tokens to attend to, one entry a row that decodes. sent: the list, where
+        it travelled with the batch."""
         assert isinstance(plan, _StaticPlan)
-        tiles = self.tiles
-        w = work_list(
-            np.arange(len(kv_lens)), np.ones(len(kv_lens), np.int64), np.asarray(kv_lens),
-            block_q=tiles.few.rows // self._groups, keys=tiles.few.keys, kv_heads=self._kv_heads,
-            programs=tiles.programs_few, least=tiles.least_few,
-        )  # fmt: skip
-        # At most one step is in flight beside this one, and its copy came from the other.
-        plan.hosts.reverse()
-        host, split = plan.hosts[0].numpy(), plan.groups[0].work.numel()
-        host.fill(-1)
-        host[: w.work.size] = w.work.ravel()
-        host[split : split + w.merges.size] = w.merges.ravel()
-        plan.device.copy_(plan.hosts[0], non_blocking=True)
+        if sent is None or sent.numel() != plan.device.numel():
+            (one,) = self._lists([1] * len(kv_lens), kv_lens, None)
+            sent = self._upload(one.host)
+        plan.device.copy_(sent)
 
     def copy_blocks(self, cache: Kv, pairs: Iterable[tuple[int, int]]) -> None:
         for src, dst in launches(pairs):
@@ -233,7 +243,8 @@ class TritonOps(ReferenceOps):
         return tokens, [i for i, n in enumerate(bad) if n]
 
     def draw(self, logits: Tensor, rows: SampleRows) -> Tensor:
-        params = self._upload(packed_params(rows))
+        sent = self._upload(packed_params(rows).ravel()) if rows.sent is None else rows.sent
+        params = sent.view(draw.ROW_WORDS, -1)
         return draw.draw(logits, params, cutoffs(logits, params))
 
     def _upload(self, host: NDArray[np.generic]) -> Tensor:

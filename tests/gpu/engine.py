@@ -6,6 +6,7 @@ Qwen3-8B's shape with random weights in bfloat16: what a user sees, against the 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +19,7 @@ from engine.events import StepCompleted, TokensSampled
 from engine.model import Decoder
 from engine.ops.triton import TritonOps
 from engine.params import SamplingParams
+from engine.runner import Plan
 from engine.torch_runner import TorchRunner
 from tests.gpu.machine import Machine, Table
 from tests.gpu.model import TINY, random
@@ -49,12 +51,16 @@ def run(m: Machine) -> list[Table]:
             max_num_batched_tokens=8192, enable_prefix_caching=False,
         )  # fmt: skip
         found = []
-        for ahead in (False, True):
-            runner = TorchRunner.over(model, replace(config, async_scheduling=ahead))
-            found.append(_decode(runner, batch, context, tokens, c.vocab_size))
-            del runner
-            if m.real:
-                torch.cuda.empty_cache()
+        try:
+            for ahead in (False, True):
+                runner = TorchRunner.over(model, replace(config, async_scheduling=ahead))
+                found.append(_decode(runner, batch, context, tokens, c.vocab_size))
+                del runner
+                if m.real:
+                    torch.cuda.empty_cache()
+        except RuntimeError as error:
+            table.rows.append((str(batch), f"{error:.80}", *[""] * 4, "WRONG"))
+            continue
         (turn, turn_busy, turn_said), (beside, beside_busy, beside_said) = found
         alike = sum(a == b for a, b in zip(turn_said, beside_said, strict=True))
         table.rows.append((
@@ -64,10 +70,31 @@ def run(m: Machine) -> list[Table]:
     return [table]
 
 
+def _never_waits(launch: Callable[[Plan], Any]) -> Callable[[Plan], Any]:
+    """`launch`, in which a decode step that waits for the GPU raises; not the first ones, which compile and
+    capture."""
+    decodes = 0
+
+    def watched(plan: Plan) -> Any:
+        nonlocal decodes
+        decodes += all(row.n == 1 for row in plan.rows)
+        if decodes > 8:
+            torch.cuda.set_sync_debug_mode("error")
+        try:
+            return launch(plan)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    return watched
+
+
 def _decode(
     runner: TorchRunner, batch: int, context: int, tokens: int, vocab: int
 ) -> tuple[float, float, list[list[int]]]:
-    """(tokens a second, part of the time in which the GPU computed, what each sequence said)."""
+    """(tokens a second, part of the time in which the GPU computed, what each sequence said). Raises RuntimeError if
+    a step fails; launched ahead of another, one that waits for the GPU does."""
+    if runner.ahead and runner.device == "cuda":
+        runner.launch = _never_waits(runner.launch)  # type: ignore[method-assign]
     steps: list[tuple[float, int, float]] = []
 
     def sink(found: Any) -> None:
@@ -87,6 +114,9 @@ def _decode(
     ]
     while core.has_work:
         core.step()
+    for request in requests:
+        if request.error:
+            raise RuntimeError(request.error)
     # All decode from the first step on that gives every sequence a token; graphs are captured in it at the latest.
     first = next(i for i, (_, sampled, _) in enumerate(steps) if sampled == batch) + 1
     last = max(i for i, (_, sampled, _) in enumerate(steps) if sampled == batch)

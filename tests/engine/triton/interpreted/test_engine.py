@@ -57,7 +57,7 @@ def test_it_really_interprets() -> None:
 
 
 @pytest.mark.conformance(85)
-def test_launched_ahead_and_through_graphs_it_still_says_the_same() -> None:
+def test_launched_ahead_and_through_graphs_it_still_says_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens stay on the device from step to step, tables and work lists change while a step is in flight."""
     model, weights = replace(LLAMA3, num_layers=1), random_weights(replace(LLAMA3, num_layers=1))
     said: list[list[list[int]]] = []
@@ -65,7 +65,11 @@ def test_launched_ahead_and_through_graphs_it_still_says_the_same() -> None:
         config = replace(CONFIG, ops=ops, async_scheduling=ahead, max_num_batched_tokens=16, max_num_seqs=3)  # type: ignore[arg-type]
         runner = TorchRunner.from_weights(model, dict(weights), config)
         replayed: list[int] = []
+        sent: list[str] = []
         if ahead:
+            together, alone = runner._rows._upload, runner.model.ops._upload  # type: ignore[attr-defined]
+            monkeypatch.setattr(runner._rows, "_upload", lambda a: sent.append("a step") or together(a))  # type: ignore[func-returns-value]
+            monkeypatch.setattr(runner.model.ops, "_upload", lambda a: sent.append("more") or alone(a))  # type: ignore[func-returns-value]
             runner._graphs = DecodeGraphs(runner.model, runner.cache, 3, fake_capture)  # type: ignore[arg-type]
             forward = runner._graphs.forward
 
@@ -86,4 +90,6 @@ def test_launched_ahead_and_through_graphs_it_still_says_the_same() -> None:
             core.step()
         said.append([list(r.branches[0].output_ids) for r in requests])
         assert not ahead or (set(replayed) >= {1, 2} and core.ahead == 1)
+        # Tokens, tables, the work list and the sampler's words: one copy a step.
+        assert not ahead or sent == ["a step"] * len(sent) and len(sent) >= core.log.step
     assert said[0] == said[1]
