@@ -137,7 +137,7 @@ def tell_chat(app: KvtopApp) -> None:
 
 def tell_next(app: KvtopApp) -> None:
     """The hint under the prompt, and a demo's caption."""
-    hint = app.main.hint
+    hint, typing = app.main.hint, app.main.typing
     fatal = next((e for e in app.state.errors if e.fatal), None)
     hint.warns = fatal is not None
     if fatal is not None:
@@ -145,10 +145,12 @@ def tell_next(app: KvtopApp) -> None:
     elif app.note:
         hint.says, hint.why = app.note, ""
     elif app.session.stepping:
-        hint.says, hint.why = "the engine stands still: . runs one step, F3 lets it run on", ""
+        step = "Esc, then . runs one step" if typing else ". runs one step"
+        hint.says, hint.why = f"the engine stands still: {step}, F3 lets it run on", ""
     elif app.session.frozen:
-        hint.says, hint.why = "the display is frozen, the engine runs on; space catches up", ""
-    elif app.session.asker is not None and app.main.typing:
+        on = "Esc, then space catches up" if typing else "space catches up"
+        hint.says, hint.why = f"the display is frozen, the engine runs on; {on}", ""
+    elif app.session.asker is not None and typing:
         told = app.session.asker.next_enter(app.main.prompt.value)
         hint.says, hint.why = told.says, told.why
     else:

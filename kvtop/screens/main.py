@@ -301,6 +301,14 @@ class MainScreen(Kept, Screen[None]):
         """Letters go into the prompt."""
         return self.focused is self.prompt
 
+    def on_descendant_focus(self) -> None:
+        """The last line tells the keys of the mode, also while nothing else moves."""
+        self.key_line.wake()
+
+    def on_descendant_blur(self) -> None:
+        """As above: nothing may be focused next."""
+        self.key_line.wake()
+
     def action_back(self) -> None:
         """Out of the prompt; then out of the selection."""
         if self.typing:

@@ -91,10 +91,10 @@ class Chat(Lines):
         if width < 1 or height < 1:
             return
         self._block_size = state.started.block_size if state.started is not None else 16
-        self.title = self._title(state)
         held = {h.request_id: h for h in self.held if h.request_id not in state.requests}
         if not state.requests and (state.started is None or not held):
-            self._view = []
+            self._view, self.back = [], 0
+            self.title = self._title(state)
             self.set_rows(self._welcome(state, width, height))
             return
         shown: list[tuple[int, Line]] = []
@@ -111,6 +111,7 @@ class Chat(Lines):
                 break
         else:
             self.back = min(self.back, max(0, len(shown) - height))
+        self.title = self._title(state)
         stop = len(shown) - self.back
         self._view = shown[max(0, stop - height) : stop]
         if len(self._layouts) > _CACHE:

@@ -58,8 +58,18 @@ class QueuesPanel(Scrolling):
         ),
     )
 
-    held = 0
-    """Prompts that were sent and have not arrived at the engine: a turn waits for the one before it."""
+    _held = 0
+
+    @property
+    def held(self) -> int:
+        """Prompts that were sent and have not arrived at the engine: a turn waits for the one before it."""
+        return self._held
+
+    @held.setter
+    def held(self, count: int) -> None:
+        if count != self._held:
+            self._held = count
+            self.changed()
 
     def rows(self, state: DashboardState, now: float, width: int, height: int) -> list[Row]:
         """Counts, then the table."""

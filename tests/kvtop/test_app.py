@@ -191,6 +191,17 @@ async def test_a_page_unfolds_with_its_gutter() -> None:
         assert set(gutter) <= {"▌", "│"} and "▌" in gutter
 
 
+async def test_the_chat_goes_back_to_its_first_line_and_says_how_far_that_is() -> None:
+    async with show((100, 30), story().batches) as shown:
+        chat = shown.app.main.chat
+        chat.fold(1)  # longer than the panel
+        shown.app.paint()
+        chat.action_scroll_lines(1_000_000)
+        shown.app.paint()
+        assert 0 < chat.back < 1000 and chat.lines[0].startswith("#1 ")
+        assert f" {chat.back} lines back" in shown.app.main.chat_box.border_title
+
+
 async def test_no_color_sends_no_colour(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NO_COLOR", "1")
     async with show((100, 30), story().batches) as shown:

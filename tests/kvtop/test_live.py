@@ -286,6 +286,37 @@ async def test_freezing_keeps_what_comes() -> None:
         await shown.finished(1)
 
 
+async def test_the_last_lines_tell_the_mode_while_nothing_else_moves() -> None:
+    async with live() as shown:
+        app, pilot = shown.app, shown.pilot
+
+        async def line() -> str:
+            await pilot.pause()
+            await pilot.pause()  # the frame that the first one asked for
+            return app.main.key_line.lines[0]
+
+        await pilot.press("escape", "space")
+        assert "space catches up" in shown.hint and (await line()).startswith(" i prompt   space go on")
+        app.tick = lambda: None  # type: ignore[method-assign]  # no frame by the clock
+        await pilot.press("i")
+        assert (await line()).startswith(" Esc keys") and "Esc, then space catches up" in shown.hint
+        await pilot.press("escape")
+        assert (await line()).startswith(" i prompt   space go on")
+
+
+async def test_a_frozen_display_counts_what_is_sent_alike_everywhere() -> None:
+    async with live(view="ops") as shown:
+        app, pilot = shown.app, shown.pilot
+        await pilot.press("escape", "full_stop")  # nothing that is sent arrives
+        await shown.until(lambda: shown.engine._paused and not shown.engine._single_steps)
+        await pilot.press("space")
+        for sent in (1, 2):
+            app.session.asker.send("hello")
+            app.paint()
+            assert f"{sent} waiting" in app.main.header.lines[0]
+            assert f"{sent} waiting" in app.main.queues.lines[0]
+
+
 async def test_a_single_step_is_shown_although_the_display_was_frozen() -> None:
     async with live() as shown:
         app = shown.app
