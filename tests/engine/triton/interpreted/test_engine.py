@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -56,6 +58,16 @@ def test_it_really_interprets() -> None:
     assert INTERPRETED and os.environ["TRITON_INTERPRET"] == "1"
 
 
+def noted(upload: Callable[[Any], Any], said: list[str], what: str) -> Callable[[Any], Any]:
+    """`upload`, which says `what` each time."""
+
+    def watched(arrays: Any) -> Any:
+        said.append(what)
+        return upload(arrays)
+
+    return watched
+
+
 @pytest.mark.conformance(85)
 def test_launched_ahead_and_through_graphs_it_still_says_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens stay on the device from step to step, tables and work lists change while a step is in flight."""
@@ -67,9 +79,8 @@ def test_launched_ahead_and_through_graphs_it_still_says_the_same(monkeypatch: p
         replayed: list[int] = []
         sent: list[str] = []
         if ahead:
-            together, alone = runner._rows._upload, runner.model.ops._upload  # type: ignore[attr-defined]
-            monkeypatch.setattr(runner._rows, "_upload", lambda a: sent.append("a step") or together(a))  # type: ignore[func-returns-value]
-            monkeypatch.setattr(runner.model.ops, "_upload", lambda a: sent.append("more") or alone(a))  # type: ignore[func-returns-value]
+            monkeypatch.setattr(runner._rows, "_upload", noted(runner._rows._upload, sent, "a step"))
+            monkeypatch.setattr(runner.model.ops, "_upload", noted(runner.model.ops._upload, sent, "more"))  # type: ignore[attr-defined]
             runner._graphs = DecodeGraphs(runner.model, runner.cache, 3, fake_capture)  # type: ignore[arg-type]
             forward = runner._graphs.forward
 
@@ -91,5 +102,5 @@ def test_launched_ahead_and_through_graphs_it_still_says_the_same(monkeypatch: p
         said.append([list(r.branches[0].output_ids) for r in requests])
         assert not ahead or (set(replayed) >= {1, 2} and core.ahead == 1)
         # Tokens, tables, the work list and the sampler's words: one copy a step.
-        assert not ahead or sent == ["a step"] * len(sent) and len(sent) >= core.log.step
+        assert not ahead or (sent == ["a step"] * len(sent) and len(sent) >= core.log.step)
     assert said[0] == said[1]
