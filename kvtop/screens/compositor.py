@@ -13,7 +13,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from rich.console import Console
-from textual._compositor import ChopsUpdate, Compositor, CompositorUpdate
+from textual._compositor import ChopsUpdate, Compositor, CompositorMap, CompositorUpdate
 from textual.geometry import Region
 from textual.strip import Strip
 from textual.widget import Widget
@@ -51,6 +51,17 @@ class FrameCompositor(Compositor):
         self._plans: dict[int, list[_Piece]] = {}
         """By line."""
         self._planned_for: object = None
+
+    @property
+    def full_map(self) -> CompositorMap:
+        """Where every widget is. Textual computes it anew when somebody asks between two layouts, and the next
+        layout then finds nothing changed: what a toast covered would never be drawn again."""
+        before = self._full_map
+        after = super().full_map
+        if after is not before:
+            regions = (place.clip.intersection(place.region) for _, place in after.items() ^ before.items())
+            self._dirty_regions |= {region for region in regions if region}
+        return after
 
     def render_partial_update(self) -> ChopsUpdate | None:
         """The lines that are dirty."""

@@ -7,7 +7,9 @@ import random
 import pytest
 from rich.segment import Segment
 from textual.geometry import Region
+from textual.screen import Screen
 from textual.strip import Strip
+from textual.widgets._toast import Toast
 
 from kvtop.screens.compositor import FrameCompositor
 from tests.kvtop.screen import Show, show
@@ -85,3 +87,26 @@ async def test_a_widget_that_draws_too_little_is_left_to_textual() -> None:
         assert compositor._dirty_strips({main.map.region}) is None
         compositor._dirty_regions.add(main.map.region)
         assert compositor.render_partial_update() is not None and not compositor._dirty_regions
+
+
+async def test_what_toasts_covered_is_drawn_again() -> None:
+    async with show((100, 30), story().batches, notifications=True) as shown:
+        screen = shown.app.screen
+        painted = [cells(strip) for strip in screen._compositor.render_strips()]
+        before = [row[:] for row in painted]
+        display = shown.app._display
+
+        def draw(on: Screen[object], update: object) -> None:
+            for x, y, strip in getattr(update, "strips", ()):
+                painted[y][x : x + strip.cell_length] = cells(strip)
+            display(on, update)  # type: ignore[arg-type]
+
+        shown.app._display = draw  # type: ignore[method-assign]
+        for n in (1, 2):
+            shown.app.notify(f"toast {n}", timeout=0.2 * n)
+        await shown.pilot.pause(0.1)
+        await shown.settle()
+        assert painted != before and len(screen.query(Toast)) == 2
+        await shown.pilot.pause(0.5)
+        await shown.settle()
+        assert not screen.query(Toast) and painted == before
