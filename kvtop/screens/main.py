@@ -255,9 +255,11 @@ class MainScreen(Kept, Screen[None]):
         for box in self._boxes:
             changed += box.retitle(told if box is self.map_box else "")
         if changed:
-            kept = self._last  # what the screen itself draws is not what differs
-            self.refresh(*changed)
-            self._last = kept
+            # Not by `refresh`: a screen that has to be drawn takes itself for all that is dirty, and where
+            # the prompt's cursor went at the same moment would not be drawn.
+            self._set_dirty(*changed)
+            self._dirty_widgets.add(self)
+            self.check_idle()
         return any(widget.painted_at < self._moved_at for widget in in_view)
 
     def _due(self, in_view: Sequence[Lines], wall: float) -> list[Lines]:

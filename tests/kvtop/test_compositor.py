@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 
 import pytest
@@ -11,9 +12,11 @@ from textual.screen import Screen
 from textual.strip import Strip
 from textual.widgets._toast import Toast
 
+from kvtop.app import KvtopApp
 from kvtop.screens.compositor import FrameCompositor
 from tests.kvtop.screen import Show, show
 from tests.kvtop.test_app import story
+from tests.kvtop.test_live import live
 
 
 def cells(strip: Strip) -> list[tuple[str, object]]:
@@ -89,24 +92,45 @@ async def test_a_widget_that_draws_too_little_is_left_to_textual() -> None:
         assert compositor.render_partial_update() is not None and not compositor._dirty_regions
 
 
+def drawn(app: KvtopApp) -> list[list[tuple[str, object]]]:
+    """What a terminal shows, kept up with what the app sends from now on."""
+    screen, display = app.screen, app._display
+    painted = [cells(strip) for strip in screen._compositor.render_strips()]
+
+    def draw(on: Screen[object], update: object) -> None:
+        for x, y, strip in getattr(update, "strips", ()):
+            painted[y][x : x + strip.cell_length] = cells(strip)
+        display(on, update)  # type: ignore[arg-type]
+
+    app._display = draw  # type: ignore[method-assign]
+    return painted
+
+
 async def test_what_toasts_covered_is_drawn_again() -> None:
     async with show((100, 30), story().batches, notifications=True) as shown:
-        screen = shown.app.screen
-        painted = [cells(strip) for strip in screen._compositor.render_strips()]
+        painted = drawn(shown.app)
         before = [row[:] for row in painted]
-        display = shown.app._display
-
-        def draw(on: Screen[object], update: object) -> None:
-            for x, y, strip in getattr(update, "strips", ()):
-                painted[y][x : x + strip.cell_length] = cells(strip)
-            display(on, update)  # type: ignore[arg-type]
-
-        shown.app._display = draw  # type: ignore[method-assign]
         for n in (1, 2):
             shown.app.notify(f"toast {n}", timeout=0.2 * n)
         await shown.pilot.pause(0.1)
         await shown.settle()
-        assert painted != before and len(screen.query(Toast)) == 2
+        assert painted != before and len(shown.app.screen.query(Toast)) == 2
         await shown.pilot.pause(0.5)
         await shown.settle()
-        assert not screen.query(Toast) and painted == before
+        assert not shown.app.screen.query(Toast) and painted == before
+
+
+async def test_a_cursor_that_moves_during_a_frame_is_drawn_there() -> None:
+    async with live((100, 30)) as shown:
+        app, main = shown.app, shown.app.main
+        await shown.pilot.press(*"typed")
+        await shown.pilot.pause(0.1)
+        painted = drawn(app)
+        main.prompt.cursor_position = 0
+        while main.prompt not in main._dirty_widgets:
+            await asyncio.sleep(0)
+        app.session.toggle_frozen()
+        app.paint()
+        await shown.pilot.pause(0.1)
+        assert "FROZEN" in "".join(character for character, _ in painted[0])
+        assert painted == [cells(strip) for strip in main._compositor.render_strips()]
