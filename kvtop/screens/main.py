@@ -214,7 +214,7 @@ class MainScreen(Kept, Screen[None]):
             "-broad": side and width >= 140,
             "-narrower": width < 140,
             "-deep": side and height >= 38,
-            "-tall": side and height >= 58,
+            "-tall": side and height >= 60,
             "-roomy": height >= 32,
             "-talk": height >= 28,
             "-low": height < 44,

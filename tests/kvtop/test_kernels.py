@@ -14,6 +14,7 @@ from kvtop.widgets.device import DevicePanel
 from kvtop.widgets.event_log import EventLogPanel
 from kvtop.widgets.kernels import KernelsPanel
 from tests.kvtop.screen import show
+from tests.kvtop.test_live import live
 from tests.kvtop.test_panels import more, played, scene, shown
 from tests.kvtop.test_verify import renumbered, rich_stream
 
@@ -203,3 +204,14 @@ async def test_it_stands_where_there_is_room_once_there_is_a_profile(
             assert panel.size.height == rows
             assert panel.lines[2].startswith("attention")
             assert not any("…" in line for line in panel.lines)
+
+
+@pytest.mark.parametrize("view", ["ops", "all"])
+async def test_it_leaves_the_queues_their_rows(view: View) -> None:
+    async with live((100, 60), view=view) as shown:
+        shown.app.state.profile = PROFILE
+        for _ in range(2):
+            shown.app.paint()
+            await shown.pilot.pause()
+        main = shown.app.main
+        assert main.query_one(KernelsPanel).size.height >= 9 and main.queues.size.height >= 4
