@@ -123,11 +123,9 @@ class Asker:
         views = (self.state.requests.get(rid) for rid in self._running)
         return any(view is None or view.phase != "finished" for view in views)
 
-    @property
-    def held(self) -> list[Held]:
-        """Prompts that were sent and have not arrived, in the order of asking."""
-        requests = self.state.requests
-        for rid in [rid for rid in self._held if rid in requests]:
+    def held(self, shown: DashboardState) -> list[Held]:
+        """Prompts that were sent and have not arrived in `shown`, which may stand still, in the order of asking."""
+        for rid in [rid for rid in self._held if rid in shown.requests]:
             del self._held[rid]
         return list(self._held.values())
 

@@ -125,7 +125,7 @@ def tell_chat(app: KvtopApp) -> None:
     if asker is None:
         main.chat.invites = ("Enter begins the scene.",) if app.session.play is not None else ()
         return
-    held = asker.held
+    held = asker.held(app.state)
     main.chat.held, main.header.held, main.queues.held = held, len(held), len(held)
     page = safe_text(asker.attached)
     main.chat.topic = f"{page} attached" if page else "new conversation" if asker.anew else ""

@@ -210,7 +210,7 @@ async def test_turns_that_wait_are_seen_and_counted() -> None:
         assert app.main.queues.lines[0].startswith("0 running   4 waiting")
         await pilot.press("f3")
         await shown.finished(1, 2, 3, 4)
-        assert not app.session.asker.held
+        assert not app.session.asker.held(app.state)
 
 
 async def test_the_hint_tells_what_the_cache_holds() -> None:
@@ -280,8 +280,13 @@ async def test_freezing_keeps_what_comes() -> None:
         await asyncio.sleep(0.05)
         app.tick()
         assert app.session.state.requests, "it goes on behind the screen"
+        app.paint()
         assert not app.state.requests and any(b.text == "FROZEN" for b in app.main.header.badges)
         assert "frozen" in shown.hint
+        assert app.main.chat.lines[0].startswith("#1 hello"), (
+            "what was asked is not taken off the screen again"
+        )
+        assert "1 waiting" in app.main.header.lines[0]
         await shown.pilot.press("space")
         await shown.finished(1)
 
