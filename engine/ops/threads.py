@@ -15,6 +15,8 @@ SMALL = 64
 """Tokens up to which a step is small. Larger ones compute rather than wait, and take all threads."""
 _TRIAL = 4
 """Steps that another number of threads is tried for."""
+_HOPELESS = 1.25
+"""A trial ends with a step that took so many times the present time: it shows as a gap between two tokens."""
 _GAIN = 0.92
 """Part of the present time that a trial must stay under."""
 _SOONEST, _LATEST = 16, 512
@@ -60,7 +62,8 @@ class ThreadChoice:
             return
         if size.tried != size.chosen:
             size.trial.append(seconds)
-            if len(size.trial) == _TRIAL:
+            hopeless = seconds > _HOPELESS * sum(size.times) / len(size.times)
+            if hopeless or len(size.trial) == _TRIAL:
                 self._judge(size)
             return
         size.times.append(seconds)
@@ -73,7 +76,7 @@ class ThreadChoice:
 
     def _judge(self, size: _Size) -> None:
         now = sum(size.times) / len(size.times)
-        if sum(size.trial) / _TRIAL < _GAIN * now:
+        if len(size.trial) == _TRIAL and sum(size.trial) / _TRIAL < _GAIN * now:
             size.chosen = size.tried
             size.times = deque(size.trial, maxlen=8)
             size.interval = _SOONEST

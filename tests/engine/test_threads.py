@@ -18,7 +18,7 @@ def run(choice: ThreadChoice, steps: int, cost: Callable[[int], float], tokens: 
 def test_a_quiet_machine_keeps_all_threads_and_tries_less_and_less_often() -> None:
     used = run(ThreadChoice(lambda: 2), 4000, lambda n: 1 / n)
     assert used[0] == 2
-    assert used.count(1) < 60
+    assert used.count(1) <= 13, "a trial that is hopeless costs one slow step, not four"
 
 
 def test_where_barriers_are_dear_one_thread_wins_soon_and_loses_when_that_ends() -> None:
