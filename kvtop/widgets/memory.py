@@ -76,7 +76,7 @@ class MemoryPanel(Panel):
             self._line("referenced", _share(active, usable), f"{count(active)} {of}", "text"),
             self._line("cached", _share(cached, usable), f"{count(cached)} {of}", "cached"),
             self._line("filled", _share(filled, slots), f"{count(filled)} of {count(slots)} slots", "active"),
-            self._line("wasted", _waste(filled, held), f"of {count(held)} held", "text"),
+            self._line("wasted", _waste(filled, held), _held(held), "text"),
         ]
 
     def _naive(self, state: DashboardState, width: int) -> list[Row]:
@@ -90,12 +90,15 @@ class MemoryPanel(Panel):
         bad = "evicted" if twin.reserved else "text"
         fit, wait = f"{count(len(twin.place))} of {count(twin.running)}", f"{count(len(twin.waiting))} wait"
         ink = "evicted" if twin.waiting else "text"
+        more = f"{wait}, {count(twin.waited)} ever"
+        if not twin.running:
+            fit, more = NONE, f"nothing runs; {count(twin.waited)} had to wait so far"
         if not twin.places:
-            fit, wait = "none", f"{count(twin.length)} tokens in one piece are more than there are"
+            fit, more = "none", f"{count(twin.length)} tokens in one piece are more than there are"
         return [
             self._bar("naive", parts, width),
-            self._line("wasted", _waste(twin.filled, twin.reserved), f"of {count(twin.reserved)} held", bad),
-            self._line("fit", fit, f"{wait}, {count(twin.waited)} ever" if twin.places else wait, ink),
+            self._line("wasted", _waste(twin.filled, twin.reserved), _held(twin.reserved), bad),
+            self._line("fit", fit, more, ink),
         ]
 
     def _line(self, name: str, value: str, more: str, ink: str) -> Row:
@@ -116,6 +119,10 @@ class MemoryPanel(Panel):
 
 def _share(part: int, whole: int) -> str:
     return percent(part, whole) if part else "none"
+
+
+def _held(slots: int) -> str:
+    return f"of {count(slots)} held" if slots else "nothing held"
 
 
 def _waste(filled: int, held: int) -> str:

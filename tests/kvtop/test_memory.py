@@ -93,8 +93,9 @@ async def test_at_rest_nothing_is_wasted_and_nothing_is_a_number() -> None:
     stage.run()
     async with shown(MemoryPanel(), played(tuple(stage.batches)), 60, 8) as lines:
         assert lines[1].split() == "referenced none 0 of 80 blocks".split()
-        assert lines[4].split() == "wasted – of 0 held".split()
-        assert lines[6].split() == "wasted – of 0 held".split()
+        assert lines[4].split() == "wasted – nothing held".split()
+        assert lines[6].split() == "wasted – nothing held".split()
+        assert lines[7].split() == "fit – nothing runs; 0 had to wait so far".split()
 
 
 @pytest.mark.parametrize(
