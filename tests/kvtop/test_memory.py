@@ -87,6 +87,14 @@ async def test_who_would_wait() -> None:
         assert "9,000 tokens in one piece are more than there are" in lines[7]
 
 
+async def test_at_rest_the_twin_says_that_nothing_runs() -> None:
+    stage = Stage(num_blocks=546)
+    stage.submit("hello", answer="hi")
+    stage.run()
+    async with shown(MemoryPanel(), played(tuple(stage.batches)), 60, 8) as lines:
+        assert lines[7].split() == "fit – nothing runs; 0 had to wait so far".split()
+
+
 async def test_at_rest_nothing_is_wasted_and_nothing_is_a_number() -> None:
     stage = Stage(num_blocks=81)
     stage.submit("hello", answer="hi")
@@ -95,7 +103,6 @@ async def test_at_rest_nothing_is_wasted_and_nothing_is_a_number() -> None:
         assert lines[1].split() == "referenced none 0 of 80 blocks".split()
         assert lines[4].split() == "wasted – nothing held".split()
         assert lines[6].split() == "wasted – nothing held".split()
-        assert lines[7].split() == "fit – nothing runs; 0 had to wait so far".split()
 
 
 @pytest.mark.parametrize(
