@@ -41,7 +41,7 @@ class Hint(Lines):
             height > 1 and cell_len(self.says) > room
         ):  # the sentence in one piece, the figure beside its reason
             right, below, room = "", right, width - 3
-        if room < 24:
+        if room < 24 or (height == 1 and cell_len(self.says) > room):  # its end is its point
             right, room = "", width - 3
         muted = self.ink("muted")
         parts: list[Part] = [

@@ -251,6 +251,12 @@ async def test_the_hint_is_whole_at_100_columns() -> None:
         assert second.rstrip().endswith("  first eviction in 545 blocks")
 
 
+async def test_the_hint_is_whole_at_80_columns() -> None:
+    async with live(size=(80, 24)) as shown:
+        (line,) = shown.app.main.hint.lines
+        assert line.strip() == "Enter sends example 1 of 5: a question about a page of 1,000 tokens"
+
+
 async def test_a_full_conversation_recommends_a_new_one() -> None:
     async with live() as shown:
         app = shown.app
