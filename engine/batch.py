@@ -36,8 +36,8 @@ class DeviceRows:
         self.device = device
         self._rows: dict[int, int] = {}
         self._free = list(range(capacity - 1, -1, -1))
-        self._host = torch.zeros((capacity, max_blocks), dtype=torch.int32)
-        self._tables = self._host.numpy()
+        self._tables = np.zeros((capacity, max_blocks), np.int32)
+        self._host = torch.from_numpy(self._tables)
         self._device = self._host if device.type == "cpu" else self._host.to(device)
         self._params = np.zeros(capacity, PARAMS)
         self._last = torch.zeros(capacity, dtype=torch.int64, device=device)
@@ -152,8 +152,8 @@ class DeviceRows:
     def _new_row(self) -> int:
         if not self._free:
             n = len(self._host)
-            self._host = torch.cat((self._host, torch.zeros_like(self._host)))
-            self._tables = self._host.numpy()
+            self._tables = np.concatenate((self._tables, np.zeros_like(self._tables)))
+            self._host = torch.from_numpy(self._tables)
             self._device = self._host if self.device.type == "cpu" else self._host.to(self.device)
             self._params = np.concatenate((self._params, np.zeros_like(self._params)))
             self._last = torch.cat((self._last, torch.zeros_like(self._last)))
