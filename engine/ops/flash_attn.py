@@ -16,16 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.config import ModelConfig, SetupError
-from engine.ops.base import Beside, RopeTable, StepInput, StepPlan
+from engine.ops.base import RopeTable, StepInput, StepPlan
 from engine.ops.fp8 import Kv
-from engine.ops.triton import StaticPlan, TritonOps, packed_params
-from engine.ops.weights import Quantization
-from engine.sampler import SampleRows
+from engine.ops.library import LibraryOps
+from engine.ops.triton import StaticPlan
 
 PAGE_2 = 256
 """Of FlashAttention 2 a page is a multiple of this."""
-DTYPES: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16)
 
 
 @dataclass(slots=True)
@@ -38,42 +35,38 @@ class _Plan(StaticPlan):
     most_kv: int
 
 
-class FlashAttnOps(TritonOps):
+class FlashAttnOps(LibraryOps):
     """Raises SetupError for what FlashAttention does not compute, and where it is not installed."""
 
     attention_backend = "flash-attn"
+    library = "FlashAttention"
 
-    def __init__(
-        self,
-        device: torch.device,
-        dtype: torch.dtype,
-        model: ModelConfig,
-        quantization: Quantization | None = None,
-        *,
-        fp8_kv: bool = False,
-        block_size: int = 16,
-    ) -> None:
-        super().__init__(device, dtype, model, quantization, fp8_kv=fp8_kv)
-        if fp8_kv:
-            raise _refusal("has no FP8 KV with a scale per token: leave out --kv-cache-dtype fp8")
-        if dtype not in DTYPES:
-            raise _refusal("computes in bfloat16: leave out --dtype, or --attention-backend")
-        if model.head_dim % 8:
-            raise _refusal(f"has no kernel for a head_dim of {model.head_dim}: leave it out")
-        self._third = _load("flash_attn_interface") if self.capability[0] == 9 else None
-        self._second = None if self._third else _load("flash_attn")
+    def connect(self) -> None:
+        self._third = self._load("flash_attn_interface") if self.capability[0] == 9 else None
+        self._second = None if self._third else self._load("flash_attn")
         if self._third is None and self._second is None:
             hopper = " (or FlashAttention 3)" if self.capability[0] == 9 else ""
-            raise _refusal(f"is not installed: pip install flash-attn{hopper}, or leave it out")
-        if self._third is None and block_size % PAGE_2:
-            raise _refusal(
+            raise self.refusal(f"is not installed: pip install flash-attn{hopper}, or leave it out")
+        if self._third is None and self.block_size % PAGE_2:
+            raise self.refusal(
                 f"2 pages KV by multiples of {PAGE_2} tokens: say --block-size {PAGE_2}, or leave it out"
             )
 
-    # ------------------------------------------------------------------------------ once a step
+    def _load(self, name: str) -> Any:
+        """The module; None where there is none."""
+        try:
+            return importlib.import_module(name)
+        except ModuleNotFoundError:
+            return None
+        except (ImportError, OSError) as e:  # built for another torch
+            raise self.refusal(
+                f"is installed but does not load ({e!s:.60}): reinstall it or leave it out"
+            ) from e
 
-    def beside(self, q_lens: list[int], kv_lens: list[int], rows: SampleRows) -> Beside:
-        return Beside(packed_params(rows).ravel())
+    def has_kernel(self, head_dim: int) -> bool:
+        return head_dim % 8 == 0
+
+    # ------------------------------------------------------------------------------ once a step
 
     def plan(self, batch: StepInput, rope: RopeTable, window: int | None = None) -> StepPlan:
         most = max(batch.kv_lens_host, default=0)
@@ -128,17 +121,3 @@ class FlashAttnOps(TritonOps):
                 max_seqlen_k=most, block_table=plan.tables, **more,
             )  # fmt: skip
         return out
-
-
-def _load(name: str) -> Any:
-    """The module; None where there is none."""
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError:
-        return None
-    except (ImportError, OSError) as e:  # built for another torch
-        raise _refusal(f"is installed but does not load ({e!s:.60}): reinstall it or leave it out") from e
-
-
-def _refusal(why: str) -> SetupError:
-    return SetupError(f"--attention-backend flash-attn: FlashAttention {why}")

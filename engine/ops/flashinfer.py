@@ -17,17 +17,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.config import ModelConfig, SetupError
-from engine.ops.base import Beside, RopeTable, StepInput, StepPlan
+from engine.ops.base import RopeTable, StepInput, StepPlan
 from engine.ops.fp8 import Kv
-from engine.ops.triton import StaticPlan, TritonOps, packed_params
-from engine.ops.weights import Quantization
-from engine.sampler import SampleRows
+from engine.ops.library import LibraryOps
+from engine.ops.triton import StaticPlan
 
 WORKSPACE_BYTES = 128 << 20
 """What FlashInfer recommends for the partial results of split keys; wrappers share it, since one runs at a time."""
 HEAD_DIMS = (64, 128, 256)
-DTYPES: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16)
 
 
 @dataclass(slots=True)
@@ -38,46 +35,29 @@ class _Plan(StaticPlan):
     window: int | None
 
 
-class FlashInferOps(TritonOps):
+class FlashInferOps(LibraryOps):
     """Raises SetupError for what FlashInfer does not compute, and where it is not installed."""
 
     attention_backend = "flashinfer"
+    library = "FlashInfer"
 
-    def __init__(
-        self,
-        device: torch.device,
-        dtype: torch.dtype,
-        model: ModelConfig,
-        quantization: Quantization | None = None,
-        *,
-        fp8_kv: bool = False,
-        block_size: int = 16,
-    ) -> None:
-        super().__init__(device, dtype, model, quantization, fp8_kv=fp8_kv)
-        if fp8_kv:
-            raise _refusal("has no FP8 KV with a scale per token: leave out --kv-cache-dtype fp8")
-        if dtype not in DTYPES:
-            raise _refusal("computes in bfloat16: leave out --dtype, or --attention-backend")
-        if model.head_dim not in HEAD_DIMS:
-            raise _refusal(f"has no kernel for a head_dim of {model.head_dim}: leave it out")
+    def connect(self) -> None:
         try:
             self._lib = importlib.import_module("flashinfer")
         except ModuleNotFoundError as e:
-            raise _refusal("is not installed: pip install flashinfer-python, or leave it out") from e
+            raise self.refusal("is not installed: pip install flashinfer-python, or leave it out") from e
         except (ImportError, OSError, RuntimeError) as e:  # built for another torch
-            raise _refusal(f"does not load ({e!s:.60}): reinstall it or leave it out") from e
-        self._heads = model.num_heads
-        self._block_size = block_size
+            raise self.refusal(f"does not load ({e!s:.60}): reinstall it or leave it out") from e
         self._workspace: Tensor | None = None
         self._decode: Any = None
         self._prefill: Any = None
-        self._copied = torch.cuda.Event() if device.type == "cuda" else None
+        self._copied = torch.cuda.Event() if self.device.type == "cuda" else None
         """That the last plan has left the pinned memory in which a wrapper makes it."""
 
-    # ------------------------------------------------------------------------------ once a step
+    def has_kernel(self, head_dim: int) -> bool:
+        return head_dim in HEAD_DIMS
 
-    def beside(self, q_lens: list[int], kv_lens: list[int], rows: SampleRows) -> Beside:
-        return Beside(packed_params(rows).ravel())
+    # ------------------------------------------------------------------------------ once a step
 
     def plan(self, batch: StepInput, rope: RopeTable, window: int | None = None) -> StepPlan:
         """One plan at a time: the next one takes this one's wrapper."""
@@ -129,18 +109,18 @@ class FlashInferOps(TritonOps):
         """(page sums int32 [S + 1], page ids int32, tokens in the last page int32 [S]). The first and the last
         on the host, where FlashInfer plans: from the device it would wait for them."""
         lens = np.asarray(kv_lens, np.int64)
-        counts = -(-lens // self._block_size)
+        counts = -(-lens // self.block_size)
         ends = np.cumsum(counts)
         row = np.repeat(np.arange(len(lens)), counts)
         column = np.arange(len(row)) - np.repeat(ends - counts, counts)
         at = self._upload(np.stack((row, column)))
         ids = batch.tables[batch.rows[at[0]], at[1]]
         indptr = torch.from_numpy(np.append(0, ends).astype(np.int32))
-        last = torch.from_numpy((lens - (counts - 1) * self._block_size).astype(np.int32))
+        last = torch.from_numpy((lens - (counts - 1) * self.block_size).astype(np.int32))
         return indptr, ids, last
 
     def _shape(self) -> tuple[int, int, int, int]:
-        return self._heads, self._kv_heads, self._dim, self._block_size
+        return self.heads, self._kv_heads, self._dim, self.block_size
 
     def _how(self, window: int | None) -> dict[str, Any]:
         # To the left without the token itself, which we count.
@@ -163,7 +143,3 @@ class FlashInferOps(TritonOps):
         assert softcap is None and window == plan.window and scale == self._dim**-0.5
         out: Tensor = plan.wrapper.run(q, (kv[0], kv[1]))
         return out
-
-
-def _refusal(why: str) -> SetupError:
-    return SetupError(f"--attention-backend flashinfer: FlashInfer {why}")

@@ -11,6 +11,7 @@ import torch
 
 from engine.config import EngineConfig, SetupError
 from engine.ops import flash_attn, flashinfer, get_ops
+from engine.ops import library as library_ops
 from engine.ops.base import StepInput
 from engine.ops.flashinfer import FlashInferOps
 from engine.ops.reference import attend
@@ -103,8 +104,9 @@ def test_a_whole_engine_says_the_same(
     name: str, library: str, block_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     install(library, monkeypatch)
-    for module in (flash_attn, flashinfer):  # the libraries' own limit, which the stand-ins do not have
-        monkeypatch.setattr(module, "DTYPES", (F32,))
+    monkeypatch.setattr(
+        library_ops, "DTYPES", (F32,)
+    )  # the libraries' own limit, which the stand-ins do not have
     config = replace(QWEN3, num_layers=1, head_dim=64, num_heads=2, num_kv_heads=1)
     weights = random_weights(config)
     knobs = EngineConfig(
