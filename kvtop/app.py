@@ -80,7 +80,8 @@ class KvtopApp(App[int]):
         self._note = ("", float("-inf"))
         """What a key did, and until when to say it."""
         self._told_errors = 0
-        self._moved_at = self._painted_at = float("-inf")
+        self._moved_at = self._stirred_at = self._painted_at = float("-inf")
+        self._stirs = 0
         self._standing = self._is_up = self._owed = False
         self._waking = False
         self._clock: Timer | None = None
@@ -219,6 +220,8 @@ class KvtopApp(App[int]):
         session, wall = self.session, self.wall()
         if session.pull():
             self._moved_at = wall
+            if session.state.stirs != self._stirs:
+                self._stirs, self._stirred_at = session.state.stirs, wall
             self._watch()
         elif session.failure is not None:
             self._watch()
@@ -234,7 +237,7 @@ class KvtopApp(App[int]):
         session, rest = self.session, wall - self._painted_at
         # One frame more after the last mark has gone.
         standing, self._standing = self._standing, self.motion.standing
-        settling = wall - self._moved_at < SETTLING or session.playing
+        settling = wall - self._stirred_at < SETTLING or session.playing
         ageing = self.main.selected is not None and not session.frozen
         return (
             self._moved_at == wall

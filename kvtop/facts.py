@@ -46,6 +46,8 @@ class Facts:
         self.strict = strict
         self.generation = 0
         """Goes up when everything may have changed at once (seek, resync)."""
+        self.stirs = 0
+        """Batches that told more than how the device is."""
         # the stream
         self.t = 0.0
         self.step = 0

@@ -41,6 +41,7 @@ class DashboardState(PoolRules, RequestRules):
         self.num_batches += 1
         self.t = max(self.t, batch.t)
         self.num_events = batch.first_event + len(batch.events)
+        self.stirs += any(type(e) is not ev.DeviceSample for e in batch.events)
         self._slow = any(type(e) is ev.StepCompleted and e.slow for e in batch.events)
         if self._slow:
             for i in (*self.waiting, *self.running):

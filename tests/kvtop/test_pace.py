@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+from engine.events import DeviceSample
 from kvtop.screens.main import _period
 from kvtop.widgets.lines import Lines
 from tests.kvtop.screen import Show, show
@@ -78,3 +79,20 @@ async def test_after_a_rest_all_of_it_changes_at_once() -> None:
         watch = Watch(shown, stage)
         shown.wall += 2
         assert set(watch.tick()) == set(shown.app.main.in_view)
+
+
+async def test_while_only_the_device_tells_how_it_is_each_panel_is_painted_once_a_time() -> None:
+    stage = talking()
+    async with show((200, 60), stage.batches) as shown:
+        watch = Watch(shown, stage)
+        for _ in range(40):  # falling rates are over
+            watch.tick(steps=0)
+        paints: Counter[Lines] = Counter()
+        for n in range(50):
+            if n % 10 == 0:
+                stage.t += 1.0
+                stage._emit([DeviceSample(util=1.0)])
+                shown.feed.queue.append(stage.batches[-1])
+            paints.update(watch.tick(steps=0))
+        assert set(paints) == set(shown.app.main.in_view)
+        assert set(paints.values()) == {5}
