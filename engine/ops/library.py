@@ -6,6 +6,8 @@ layout, the graphs and every other operation stay ours.
 
 from __future__ import annotations
 
+from abc import abstractmethod
+
 import torch
 
 from engine.config import ModelConfig, SetupError
@@ -45,13 +47,13 @@ class LibraryOps(TritonOps):
         self.heads = model.num_heads
         self.connect()
 
+    @abstractmethod
     def connect(self) -> None:
         """Finds the library. Raises SetupError where it is not there, or is but cannot be used so."""
-        raise NotImplementedError
 
+    @abstractmethod
     def has_kernel(self, head_dim: int) -> bool:
         """Whether the library computes heads of this size."""
-        raise NotImplementedError
 
     def refusal(self, why: str) -> SetupError:
         """One line; why: what the library is or has not, and what to do."""
