@@ -75,7 +75,7 @@ check: $(READY)
 	$(BIN)/lint-imports
 
 compile-all: $(READY)
-	@$(BIN)/python -m tests.engine.triton.compiled table
+	@$(BIN)/python -m tests.engine.ops.nvidia.compiled table
 
 # With a GPU machine's own packages in place of .venv: make gpu-check GPU_PYTHON=python3
 GPU_PYTHON ?= $(BIN)/python

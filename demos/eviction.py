@@ -8,7 +8,7 @@ is left can still be found from the front. Each check foretells from the sizes a
 from __future__ import annotations
 
 from kvtop.demo import Demo, Script, Stage, page, runs
-from kvtop.requests import RequestView
+from kvtop.state.requests import RequestView
 
 TOPICS = ("tides", "printing", "sourdough")
 ANSWER = 16

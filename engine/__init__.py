@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from engine import bench, events, sizing
-    from engine.config import EngineConfig, SetupError
+    from engine.config import EngineConfig
     from engine.engine import Engine
+    from engine.errors import SetupError
     from engine.params import SamplingParams
-    from engine.simulated import Simulation
-    from engine.workload import Workload, load_workload
+    from engine.sim.simulated import Simulation
+    from engine.sim.workload import Workload, load_workload
 
 __all__ = [
     "Engine",
@@ -30,10 +31,10 @@ _home = {
     "Engine": "engine.engine",
     "EngineConfig": "engine.config",
     "SamplingParams": "engine.params",
-    "SetupError": "engine.config",
-    "Simulation": "engine.simulated",
-    "Workload": "engine.workload",
-    "load_workload": "engine.workload",
+    "SetupError": "engine.errors",
+    "Simulation": "engine.sim.simulated",
+    "Workload": "engine.sim.workload",
+    "load_workload": "engine.sim.workload",
 }
 
 

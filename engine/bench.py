@@ -21,12 +21,15 @@ from itertools import pairwise
 
 import torch
 
-from engine.config import EngineConfig, SetupError
+from engine.config import EngineConfig
 from engine.engine import Engine
+from engine.errors import SetupError
 from engine.events import EngineStarted, RequestFinished, StepBatch, StepCompleted
+from engine.files.model_files import Progress
+from engine.loaded import Built
+from engine.model.torch_runner import choose, cores
 from engine.params import SamplingParams
-from engine.start import Built, Progress, build
-from engine.torch_runner import choose, cores
+from engine.start import build
 
 PREFIX = 2000
 """Tokens of the shared prefix whose first token is timed cold and cached."""

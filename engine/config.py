@@ -1,105 +1,17 @@
-"""EngineConfig and ModelConfig: every setting of a run, validated once and frozen.
+"""EngineConfig: every setting of an engine, validated once and frozen.
 
-Owns the knobs, their ranges and the facts read from a model's config.json or GGUF header; imports no
-torch, so `kvtop size` and the headless help stay fast. Wrong values raise SetupError: one line that
-says what is wrong and what to do.
+Owns the knobs and their ranges. Imports no torch, so that help and errors come at once. A wrong value raises
+SetupError: one line that says what is wrong and what to do.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import dataclass
+from typing import Literal
 
-if TYPE_CHECKING:
-    import numpy as np
-
+from engine.errors import SetupError
 
 AttentionBackend = Literal["auto", "triton", "flash-attn", "flashinfer"]
-
-
-class SetupError(Exception):
-    """Bad input or set-up. The message is one line, at most 200 characters, and says what to do."""
-
-    def __init__(self, message: str) -> None:
-        line = " ".join(message.split())
-        super().__init__(line if len(line) <= 200 else line[:199] + "…")
-
-
-@dataclass(frozen=True, slots=True)
-class RopeConfig:
-    """Rotary embedding. kind default: plain theta; linear, llama3, yarn: scaled as in transformers'
-    `rope_parameters`."""
-
-    theta: float = 10_000.0
-    kind: Literal["default", "linear", "llama3", "yarn"] = "default"
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_position: int = 8192
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    attention_factor: float | None = None
-    mscale: float | None = None
-    mscale_all_dim: float | None = None
-    truncate: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class ModelConfig:
-    """Shape and flags of a decoder; one decoder class serves them all by these flags."""
-
-    architecture: str
-    """llama, mistral, qwen2, qwen3; of a model that runs through transformers its model_type."""
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    max_position_embeddings: int
-    rms_norm_eps: float = 1e-6
-    rope: RopeConfig = field(default_factory=RopeConfig)
-    tie_word_embeddings: bool = False
-    qkv_bias: bool = False
-    o_bias: bool = False
-    mlp_bias: bool = False
-    qk_norm: bool = False
-    eos_token_ids: tuple[int, ...] = ()
-    bos_token_id: int | None = None
-    name: str = ""
-    generation: dict[str, Any] = field(default_factory=dict)
-    """temperature, top_k, top_p, do_sample of the model's generation_config, if it has one."""
-
-    @classmethod
-    def from_hf(
-        cls, config: Mapping[str, Any], generation_config: Mapping[str, Any] | None = None, *, name: str = ""
-    ) -> ModelConfig:
-        """From the contents of config.json and generation_config.json.
-
-        Raises SetupError that names the key: unsupported architecture or feature, missing, wrong type.
-        """
-        from engine.hf_config import from_hf
-
-        return from_hf(config, generation_config, name)
-
-    @classmethod
-    def from_gguf(
-        cls,
-        metadata: Mapping[str, Any],
-        shapes: Mapping[str, tuple[int, ...]],
-        *,
-        rope_factors: np.ndarray | None = None,
-        name: str = "",
-    ) -> ModelConfig:
-        """From a GGUF's metadata and its tensors' shapes (outermost first, by GGUF name).
-
-        `rope_factors`: the values of rope_freqs.weight, where there is one. Raises SetupError like from_hf.
-        """
-        from engine.gguf_config import from_gguf
-
-        return from_gguf(metadata, shapes, rope_factors, name)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,10 +17,11 @@ from collections.abc import Callable, Sequence
 from itertools import count
 from operator import index
 
+from engine.chat.turns import Turn, Turns, one_line
 from engine.clock import Clock, WallClock
-from engine.config import EngineConfig, SetupError
-from engine.core import EngineCore
-from engine.device import DeviceSampler
+from engine.config import EngineConfig
+from engine.device_sampler import DeviceSampler
+from engine.errors import SetupError
 from engine.event_log import EventLog
 from engine.events import (
     DeviceSample,
@@ -29,13 +30,15 @@ from engine.events import (
     ModelLoading,
     StepBatch,
 )
+from engine.files.model_files import Progress
+from engine.loaded import Built
 from engine.params import SamplingParams
-from engine.playing import Playing
-from engine.sequence import Request
-from engine.start import Built, Progress, build, started, with_budget
-from engine.synthetic import Language
-from engine.turns import Turn, Turns, one_line
-from engine.workload import Workload
+from engine.sim.load_driver import Playing
+from engine.sim.synthetic import Language
+from engine.sim.workload import Workload
+from engine.start import build, started, with_budget
+from engine.step.core import EngineCore
+from engine.step.sequence import Request
 
 Sink = Callable[[StepBatch], None]
 Build = Callable[[EngineConfig, Progress], Built]

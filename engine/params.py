@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields, replace
 from math import isfinite
 from typing import Any
 
-from engine.beam import EarlyStopping
+from engine.step.beam import EarlyStopping
 
 MOST_LOGPROBS = 20
 

@@ -6,50 +6,22 @@ ToyRunner instead.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Literal, Protocol
+from dataclasses import asdict, replace
 
-from engine.chat import ChatTokenizer
-from engine.clock import VirtualClock
 from engine.config import EngineConfig
-from engine.events import SCHEMA, DeviceSample, EngineStarted
-from engine.runner import ModelRunner
-
-Progress = Callable[[int, int, str], None]
-"""done, total, what."""
-
-
-class TextTokenizer(ChatTokenizer, Protocol):
-    """What an engine needs of engine.tokenizer.Tokenizer."""
-
-    def is_special(self, token_id: int) -> bool: ...
-
-
-@dataclass(slots=True)
-class Built:
-    """A loaded model. tokenizer None: the engine takes token ids only and shows no text."""
-
-    runner: ModelRunner
-    tokenizer: TextTokenizer | None = None
-    eos_ids: tuple[int, ...] = ()
-    defaults: dict[str, Any] = field(default_factory=dict)
-    """temperature, top_k, top_p, do_sample of the model's generation_config."""
-    knobs: dict[str, Any] = field(default_factory=dict)
-    """What the start decided beyond the config, for EngineStarted.knobs."""
-    source: Literal["live", "simulated"] = "live"
-    clock: VirtualClock | None = None
-    """What the engine lives by from here on; None: the wall's."""
-    sample: Callable[[], DeviceSample] | None = None
-    """The device since the last call, where the runner itself knows; None: the machine is asked."""
+from engine.events import SCHEMA, EngineStarted
+from engine.files.model_files import Progress
+from engine.loaded import Built
+from engine.step.runner import ModelRunner
 
 
 def build(config: EngineConfig, progress: Progress) -> Built:
     """Resolve, load, pack, size, warm up. Raises SetupError."""
-    from engine import hub
+    from engine.files import hub
 
     files = hub.resolve(config.model, revision=config.revision, progress=progress)
-    from engine import tokenizer, torch_runner  # torch, which a wrong name must not wait for
+    from engine.files import tokenizer
+    from engine.model import torch_runner  # torch, which a wrong name must not wait for
 
     text = tokenizer.load(files)
     runner = torch_runner.build(config, progress, files)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 from engine import SamplingParams
 
 if TYPE_CHECKING:
-    from kvtop.demo import Demo
+    from kvtop.play.demo import Demo
 
 View = Literal["chat", "ops", "all"]
 VIEWS: tuple[View, ...] = ("chat", "ops", "all")

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import settings
 
 if TYPE_CHECKING:
-    from engine.hub import ModelFiles
+    from engine.files.model_files import ModelFiles
 
 settings.register_profile("kvtop", deadline=None, print_blob=True)
 settings.load_profile("kvtop")
@@ -39,8 +39,8 @@ def clean_user(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Mon
 @pytest.fixture(scope="session")
 def builtin_model() -> ModelFiles:
     """The built-in model on this machine, fetched if need be. Only a bare pytest without a network skips."""
-    from engine import hub
-    from engine.config import SetupError
+    from engine.errors import SetupError
+    from engine.files import hub
 
     try:
         return hub.resolve(None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
 from pathlib import Path
@@ -10,19 +11,46 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from engine.hub import ModelFiles
+    from engine.files.model_files import ModelFiles
 
 ROOT = Path(__file__).resolve().parent.parent
 
 NO_TORCH = (
-    *("engine", "engine.events", "engine.config", "engine.params", "engine.hashing", "engine.blocks"),
-    *("engine.paging", "engine.scheduler", "engine.sequence", "engine.runner", "engine.core", "engine.toy"),
-    *("engine.detok", "engine.hub", "engine.chat", "engine.sizing", "engine.tokenizer"),
-    *("engine.clock", "engine.cost", "engine.load", "engine.simulated", "engine.workload"),
-    *("kvtop.cli", "kvtop.state", "kvtop.explain", "kvtop.series", "kvtop.recorder", "kvtop.verify"),
-    *("kvtop.headless", "kvtop.demo", "kvtop.audit", "kvtop.settings", "kvtop.size_table"),
-)
+    "engine engine.events engine.config engine.params engine.errors engine.clock engine.kv.paging "
+    "engine.step.core engine.step.detok engine.files.hub engine.files.tokenizer engine.chat.turns engine.sizing "
+    "engine.sim.simulated engine.sim.arrivals engine.sim.load_driver tests.toy_runner "
+    "kvtop.cli.commands kvtop.cli.headless kvtop.cli.size_table kvtop.state.dashboard kvtop.state.explain "
+    "kvtop.record.recorder kvtop.record.verify kvtop.play.demo kvtop.play.session kvtop.settings"
+).split()
 """Importing any of these loads neither torch nor transformers."""
+
+
+MODULES = {
+    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+    for top in ("engine", "kvtop")
+    for path in sorted((ROOT / top).rglob("*.py"))
+}
+"""File of each module by its dotted name."""
+
+
+def imports(path: Path) -> set[str]:
+    """Modules of ours that this file imports, inside functions too; not those for typing alone."""
+    found: set[str] = set()
+    todo: list[ast.AST] = [ast.parse(path.read_text("utf-8"))]
+    while todo:
+        node = todo.pop()
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            todo += node.orelse
+            continue
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.module is not None
+            assert not node.level, f"{path} imports by a relative name"
+            whole = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= {name if name in MODULES else node.module for name in whole}
+        todo += ast.iter_child_nodes(node)
+    return found & MODULES.keys()
 
 
 def loaded_by(code: str) -> set[str]:
@@ -37,6 +65,42 @@ def test_linter_finds_every_wall_whole() -> None:
     program = Path(sys.executable).with_name("lint-imports")
     run = subprocess.run([program, "--no-cache"], cwd=ROOT, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stdout
+
+
+def test_no_modules_import_one_another_in_a_circle() -> None:
+    arrows = {name: imports(path) for name, path in MODULES.items()}
+    done: set[str] = set()
+    for start in arrows:
+        circle = _circle(arrows, start, [], done)
+        assert not circle, " -> ".join(circle)
+
+
+def _circle(arrows: dict[str, set[str]], at: str, path: list[str], done: set[str]) -> list[str]:
+    """The first circle of imports that is met on the way from `at`; empty if there is none."""
+    if at in path:
+        return [*path[path.index(at) :], at]
+    if at in done:
+        return []
+    for target in sorted(arrows[at]):
+        circle = _circle(arrows, target, [*path, at], done)
+        if circle:
+            return circle
+    done.add(at)
+    return []
+
+
+def test_a_circle_is_found() -> None:
+    assert _circle({"a": {"b"}, "b": {"c"}, "c": {"b"}}, "a", [], set()) == ["b", "c", "b"]
+    assert _circle({"a": {"b", "c"}, "b": {"c"}, "c": set()}, "a", [], set()) == []
+
+
+def test_rooms_are_small() -> None:
+    rooms: dict[str, int] = {}
+    for path in MODULES.values():
+        if path.name != "__init__.py":
+            room = str(path.parent.relative_to(ROOT))
+            rooms[room] = rooms.get(room, 0) + 1
+    assert {room: n for room, n in rooms.items() if n > 14} == {}
 
 
 def test_light_modules_load_no_torch() -> None:
@@ -68,7 +132,7 @@ def _main(words: list[str]) -> str:
     return f"""
 import sys
 sys.argv = {["kvtop", *words]!r}
-from kvtop.cli import main
+from kvtop.cli.commands import main
 try:
     code = main()
 except SystemExit as end:

@@ -47,11 +47,12 @@ def test_contents(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     info = f"kvtop_tui-{__version__}.dist-info"
     assert {name.split("/")[0] for name in names} == {"kvtop", "engine", info}
-    assert {"kvtop/cli.py", "kvtop/py.typed", "engine/events.py", "engine/models.toml"} <= names
+    assert {"kvtop/cli/__init__.py", "kvtop/py.typed", "engine/events.py"} <= names
     assert f"{info}/licenses/LICENSE" in names
     assert {f"kvtop/themes/{name}.toml" for name in ("kvtop-dark", "kvtop-light", "mono", "ansi")} <= names
     assert "kvtop/demos/page.txt" in names
-    assert {"engine/models.toml", "engine/devices.toml", "engine/loads/hour.toml"} <= names
+    assert {"engine/sizing/models.toml", "engine/sim/devices.toml", "engine/sim/loads/hour.toml"} <= names
+    assert {"engine/ops/cpu/kernels_c/attention.c", "kvtop/app/screens/main.tcss"} <= names
     assert data_files("themes") | data_files("demos") <= names
     styles = {str(path.relative_to(ROOT)) for path in (ROOT / "kvtop").rglob("*.tcss")}
     assert styles <= names
@@ -96,5 +97,5 @@ def test_works_outside_the_checkout(wheel: Path, tmp_path: Path) -> None:
     assert names >= {"cache-hit", "eviction"}
     assert "cache-hit" in run(home / "bin" / "kvtop", "demo", "list", cwd=elsewhere)
     assert "replay" in run(python, "-m", "kvtop", "--help", cwd=elsewhere)
-    themes = "from kvtop import themes; print(*(theme.name for theme in themes.all_themes()[0]))"
+    themes = "from kvtop.paint import themes; print(*(theme.name for theme in themes.all_themes()[0]))"
     assert run(python, "-c", themes, cwd=elsewhere).split()[:2] == ["kvtop-dark", "kvtop-light"]

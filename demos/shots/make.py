@@ -13,13 +13,13 @@ from pathlib import Path
 
 from engine import EngineConfig
 from engine.events import BlocksEvicted, StepBatch, TokensSampled
-from kvtop import demo
-from kvtop.demo import Demo, Script, Stage
-from kvtop.examples import load_examples
 from kvtop.options import View
-from kvtop.recording import read
-from kvtop.shot import parse_size, shot
-from kvtop.state import DashboardState
+from kvtop.picture.shot import parse_size, shot
+from kvtop.play import demo
+from kvtop.play.demo import Demo, Script, Stage
+from kvtop.play.examples import load_examples
+from kvtop.record.recording import read
+from kvtop.state.dashboard import DashboardState
 
 HERE = Path(__file__).resolve().parent
 Moment = Callable[[DashboardState, StepBatch], bool]

@@ -6,14 +6,15 @@ import importlib.util
 import os
 from typing import TYPE_CHECKING
 
-from engine.config import SetupError
+from engine.errors import SetupError
 
 if TYPE_CHECKING:
     import torch
 
-    from engine.config import AttentionBackend, ModelConfig
+    from engine.config import AttentionBackend
+    from engine.files.model_config import ModelConfig
     from engine.ops.base import Ops
-    from engine.ops.triton import TritonOps
+    from engine.ops.nvidia.triton import TritonOps
     from engine.ops.weights import Quantization
 
 
@@ -59,7 +60,8 @@ def get_ops(
         if device.type != "cpu" or dtype == torch.float64:
             what = "float64" if dtype == torch.float64 else device.type
             raise SetupError(f"--ops cpu does not run on {what}: use --ops reference")
-        from engine.ops import cpu, cpu_native
+        from engine.ops.cpu import native_ops as cpu_native
+        from engine.ops.cpu import packed as cpu
 
         # The C kernels have no FP8: there it is for measuring what it costs, not for speed.
         if dtype == torch.bfloat16 and quantization != "fp8" and cpu_native.available(model):
@@ -94,13 +96,13 @@ def _triton(
     if importlib.util.find_spec("triton") is None:
         raise SetupError("--ops triton needs triton: pip install triton, or use --ops reference")
     if attention == "flash-attn":
-        from engine.ops.flash_attn import FlashAttnOps
+        from engine.ops.nvidia.flash_attn import FlashAttnOps
 
         return FlashAttnOps(device, dtype, model, quantization, fp8_kv=fp8_kv, block_size=block_size)
     if attention == "flashinfer":
-        from engine.ops.flashinfer import FlashInferOps
+        from engine.ops.nvidia.flashinfer import FlashInferOps
 
         return FlashInferOps(device, dtype, model, quantization, fp8_kv=fp8_kv, block_size=block_size)
-    from engine.ops.triton import TritonOps
+    from engine.ops.nvidia.triton import TritonOps
 
     return TritonOps(device, dtype, model, quantization, fp8_kv=fp8_kv)

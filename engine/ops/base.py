@@ -19,11 +19,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.ops.fp8 import Kv, parts
+from engine.ops.sampler import SampleRows, sample
 from engine.ops.weights import Quantised, Quantization, Weight, quantise
-from engine.sampler import SampleRows, sample
 
 if TYPE_CHECKING:
-    from engine.ops.profile import Timer
+    from engine.ops.profiling.step_profile import Timer
 
 
 @dataclass(slots=True)

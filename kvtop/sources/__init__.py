@@ -13,7 +13,7 @@ from kvtop.sources.live import LiveSource
 from kvtop.sources.recording import RecordingSource
 
 if TYPE_CHECKING:
-    from kvtop.state import DashboardState
+    from kvtop.state.dashboard import DashboardState
 
 __all__ = ["LiveSource", "RecordingSource", "Source"]
 

@@ -14,7 +14,7 @@ from engine.events import StepBatch
 
 if TYPE_CHECKING:
     from engine import Engine
-    from kvtop.state import DashboardState
+    from kvtop.state.dashboard import DashboardState
 
 CAPACITY = 20_000
 """Batches: minutes of a busy engine, some tens of megabytes."""

@@ -20,8 +20,8 @@ import msgspec
 import numpy as np
 
 from engine.events import ModelLoading, StepBatch
-from kvtop.recording import RecordingError, lines, open_recording, parse
-from kvtop.state import DashboardState
+from kvtop.record.recording import RecordingError, lines, open_recording, parse
+from kvtop.state.dashboard import DashboardState
 
 FRAME_S = 5.0
 """Seconds of the recording between key-frames."""

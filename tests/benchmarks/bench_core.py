@@ -21,16 +21,16 @@ from pathlib import Path
 from time import perf_counter, process_time
 from typing import Any
 
-from engine.blocks import BlockPool
 from engine.config import EngineConfig
-from engine.core import EngineCore
 from engine.event_log import EventLog
-from engine.hashing import extend_chain, root_hash
-from engine.paging import Paging
+from engine.kv.blocks import BlockPool
+from engine.kv.hashing import extend_chain, root_hash
+from engine.kv.paging import Paging
 from engine.params import SamplingParams
-from engine.runner import Plan, StepOutput
-from engine.sequence import Request, Sequence
-from engine.toy import ToyRunner
+from engine.step.core import EngineCore
+from engine.step.runner import Plan, StepOutput
+from engine.step.sequence import Request, Sequence
+from tests.toy_runner import ToyRunner
 
 BLOCK = 16
 BLOCKS = 100_000

@@ -20,10 +20,10 @@ import re
 from pathlib import Path
 from typing import Any
 
-from engine import hub
 from engine.bench import Bench, read_bandwidth
 from engine.config import EngineConfig
-from engine.torch_runner import cores
+from engine.files import hub
+from engine.model.torch_runner import cores
 from tests.benchmarks import peers
 
 TARGETS = {"decode-1": 68.0, "decode-8": 430.0, "prefill": 2390.0}

@@ -13,9 +13,9 @@ from statistics import fmean
 from typing import Any, Literal
 
 from engine import sizing
-from engine.cost import Cost, Work
-from engine.kv_shape import KvShape
-from engine.machines import Machine, find
+from engine.sim.cost import Cost, Work
+from engine.sim.hardware import Machine, find
+from engine.sizing.kv_shape import KvShape
 
 BOUND, MEAN_BOUND = 0.25, 0.12
 """What the test holds: the error of any line, and the mean of all errors, without their signs."""

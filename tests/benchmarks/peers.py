@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from engine.bench import DECODE, PREFILL, REPEATS
-from engine.hub import ModelFiles
+from engine.files.model_files import ModelFiles
 
 Rates = dict[str, float]
 """Tokens per second by work: decode-1, decode-8, prefill."""
@@ -20,7 +20,7 @@ def transformers(files: ModelFiles, threads: int) -> Rates:
     """`generate` in bfloat16, weights from our own loader. Decode rates are medians over steps."""
     from transformers import StoppingCriteria, StoppingCriteriaList
 
-    from engine import loader
+    from engine.model import load_weights as loader
     from tests.engine.tiny import hf_model
 
     class Clock(StoppingCriteria):

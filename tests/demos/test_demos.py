@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 from engine import Engine, EngineConfig
-from engine.config import SetupError
+from engine.errors import SetupError
 from engine.events import EngineError, RequestQueued, StepBatch
-from engine.hub import ModelFiles
-from kvtop import demo
-from kvtop.demo import Demo, Performance, Script, Stage
-from kvtop.state import DashboardState
-from kvtop.verify import verify
+from engine.files.model_files import ModelFiles
+from kvtop.play import demo
+from kvtop.play.demo import Demo, Performance, Script, Stage
+from kvtop.record.verify import verify
+from kvtop.state.dashboard import DashboardState
 from tests.demos.toy import build
 
 NAMES = ["cache-hit", "eviction"]

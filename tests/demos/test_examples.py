@@ -9,16 +9,16 @@ from pathlib import Path
 import pytest
 
 from engine import Engine, EngineConfig, SamplingParams
-from engine.chat import Conversation
-from engine.config import SetupError
+from engine.chat.conversation import Conversation
+from engine.errors import SetupError
 from engine.events import StepBatch
-from engine.hub import ModelFiles
-from engine.start import Built
-from engine.tokenizer import Tokenizer, load
-from engine.toy import ToyRunner
-from kvtop import demo
-from kvtop.examples import Example, load_examples
-from kvtop.state import DashboardState
+from engine.files.model_files import ModelFiles
+from engine.files.tokenizer import Tokenizer, load
+from engine.loaded import Built
+from kvtop.play import demo
+from kvtop.play.examples import Example, load_examples
+from kvtop.state.dashboard import DashboardState
+from tests.toy_runner import ToyRunner
 
 USABLE, BLOCK = 545, 16
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from engine import EngineConfig
-from kvtop import demo
-from kvtop.screens.help import MAP
-from kvtop.widgets import block_map
+from kvtop.app.screens.help import MAP
+from kvtop.play import demo
+from kvtop.widgets.map import block_map
 from tests.demos.toy import build
 
 ROOT = Path(__file__).resolve().parents[2]

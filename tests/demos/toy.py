@@ -6,8 +6,9 @@ import re
 from collections.abc import Mapping, Sequence
 
 from engine.config import EngineConfig
-from engine.start import Built, Progress
-from engine.toy import ToyRunner
+from engine.files.model_files import Progress
+from engine.loaded import Built
+from tests.toy_runner import ToyRunner
 
 VOCAB = 20_000
 

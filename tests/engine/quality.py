@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from engine.config import EngineConfig
-from engine.loader import LoadedModel
+from engine.model.load_weights import LoadedModel
+from engine.model.torch_runner import TorchRunner
 from engine.ops.base import StepInput
-from engine.torch_runner import TorchRunner
 from tests.engine.tiny import Driver
 
 PAGE = Path(__file__).parents[2] / "demos" / "page.txt"

@@ -12,19 +12,19 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from engine.beam import BeamSearch
-from engine.blocks import BlockPool
 from engine.config import EngineConfig
-from engine.core import EngineCore
 from engine.event_log import EventLog
 from engine.events import PoolSnapshot, RequestFinished, StepBatch, StepScheduled, Usage
-from engine.hashing import salt_digest
-from engine.paging import Paging
+from engine.kv.blocks import BlockPool
+from engine.kv.hashing import salt_digest
+from engine.kv.paging import Paging
 from engine.params import SamplingParams
-from engine.sequence import Request
-from engine.sequence import Sequence as Branch
-from engine.toy import ToyRunner, expected, next_logprobs
+from engine.step.beam import BeamSearch
+from engine.step.core import EngineCore
+from engine.step.sequence import Request
+from engine.step.sequence import Sequence as Branch
 from tests.engine.mirror import Mirror
+from tests.toy_runner import ToyRunner, expected, next_logprobs
 
 E = TypeVar("E")
 

@@ -7,9 +7,11 @@ import json
 import pytest
 
 from engine import bench
-from engine.config import EngineConfig, SetupError
-from engine.start import Built, Progress
-from engine.toy import ToyRunner
+from engine.config import EngineConfig
+from engine.errors import SetupError
+from engine.files.model_files import Progress
+from engine.loaded import Built
+from tests.toy_runner import ToyRunner
 
 
 @pytest.fixture(autouse=True)

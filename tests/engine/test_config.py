@@ -8,8 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.config import ModelConfig, RopeConfig, SetupError
-from engine.gguf_config import llama3_factors
+from engine.errors import SetupError
+from engine.files.gguf_config import from_gguf, llama3_factors
+from engine.files.hf_config import from_hf
+from engine.files.model_config import RopeConfig
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -57,7 +59,7 @@ MISTRAL = {**QWEN2, "architectures": ["MistralForCausalLM"], "tie_word_embedding
 
 
 def test_llama_with_its_own_rope() -> None:
-    config = ModelConfig.from_hf(LLAMA, name="x")
+    config = from_hf(LLAMA, name="x")
     assert config.architecture == "llama"
     assert config.head_dim == 128
     assert config.rope == RopeConfig(500000.0, "llama3", 8.0, 1.0, 4.0, 8192)
@@ -68,35 +70,33 @@ def test_llama_with_its_own_rope() -> None:
 def test_both_spellings_of_rope_are_the_same() -> None:
     new = {key: value for key, value in LLAMA.items() if key not in ("rope_theta", "rope_scaling")}
     new["rope_parameters"] = {**LLAMA["rope_scaling"], "rope_theta": 500000.0}
-    assert ModelConfig.from_hf(new) == ModelConfig.from_hf(LLAMA)
+    assert from_hf(new) == from_hf(LLAMA)
     oldest = {**LLAMA, "rope_scaling": {"type": "linear", "factor": 4.0}}
-    assert ModelConfig.from_hf(oldest).rope == RopeConfig(
-        500000.0, "linear", 4.0, original_max_position=131072
-    )
+    assert from_hf(oldest).rope == RopeConfig(500000.0, "linear", 4.0, original_max_position=131072)
 
 
 def test_yarn() -> None:
     scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
-    rope = ModelConfig.from_hf({**QWEN3, "rope_scaling": scaling}).rope
+    rope = from_hf({**QWEN3, "rope_scaling": scaling}).rope
     assert rope == RopeConfig(1e6, "yarn", 4.0, original_max_position=32768)
     more = {**scaling, "mscale": 1.0, "mscale_all_dim": 0.5, "beta_fast": 16, "truncate": False}
-    rope = ModelConfig.from_hf({**QWEN3, "rope_scaling": more}).rope
+    rope = from_hf({**QWEN3, "rope_scaling": more}).rope
     assert (rope.mscale, rope.mscale_all_dim, rope.beta_fast, rope.truncate) == (1.0, 0.5, 16.0, False)
     del scaling["factor"]
-    assert ModelConfig.from_hf({**QWEN3, "rope_scaling": scaling}).rope.factor == 40960 / 32768
+    assert from_hf({**QWEN3, "rope_scaling": scaling}).rope.factor == 40960 / 32768
 
 
 def test_what_makes_the_families_different() -> None:
-    qwen3, qwen2, mistral = (ModelConfig.from_hf(config) for config in (QWEN3, QWEN2, MISTRAL))
+    qwen3, qwen2, mistral = (from_hf(config) for config in (QWEN3, QWEN2, MISTRAL))
     assert (qwen3.qk_norm, qwen3.qkv_bias, qwen3.tie_word_embeddings) == (True, False, True)
     assert (qwen2.qk_norm, qwen2.qkv_bias, qwen2.o_bias) == (False, True, False)
     assert (mistral.qk_norm, mistral.qkv_bias) == (False, False)
-    biased = ModelConfig.from_hf({**LLAMA, "attention_bias": True, "mlp_bias": True})
+    biased = from_hf({**LLAMA, "attention_bias": True, "mlp_bias": True})
     assert (biased.qkv_bias, biased.o_bias, biased.mlp_bias) == (True, True, True)
     without = {key: value for key, value in QWEN3.items() if key != "head_dim"}
-    assert ModelConfig.from_hf(without | {"hidden_size": 1024}).head_dim == 128  # not 1024 / 32
+    assert from_hf(without | {"hidden_size": 1024}).head_dim == 128  # not 1024 / 32
     bare = {key: value for key, value in LLAMA.items() if key != "architectures"}
-    assert ModelConfig.from_hf(bare).architecture == "llama"
+    assert from_hf(bare).architecture == "llama"
 
 
 def test_generation_config_decides_sampling_and_eos() -> None:
@@ -107,20 +107,18 @@ def test_generation_config_decides_sampling_and_eos() -> None:
         "top_p": 0.95,
         "eos_token_id": [7, 8, 7],
     }
-    config = ModelConfig.from_hf(QWEN3, generation)
+    config = from_hf(QWEN3, generation)
     assert config.generation == {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95}
     assert config.eos_token_ids == (7, 8)
-    assert ModelConfig.from_hf(QWEN3, {"do_sample": False}).eos_token_ids == (151645,)
-    assert ModelConfig.from_hf(QWEN3).generation == {}
+    assert from_hf(QWEN3, {"do_sample": False}).eos_token_ids == (151645,)
+    assert from_hf(QWEN3).generation == {}
 
 
 def test_windows_that_change_nothing_pass() -> None:
-    ModelConfig.from_hf({**MISTRAL, "sliding_window": 40960})
-    ModelConfig.from_hf({**QWEN2, "sliding_window": 4096, "use_sliding_window": False})
-    ModelConfig.from_hf(
-        {**QWEN2, "sliding_window": 4096, "use_sliding_window": True, "max_window_layers": 32}
-    )
-    ModelConfig.from_hf({**QWEN2, "sliding_window": 4096, "layer_types": ["full_attention"] * 32})
+    from_hf({**MISTRAL, "sliding_window": 40960})
+    from_hf({**QWEN2, "sliding_window": 4096, "use_sliding_window": False})
+    from_hf({**QWEN2, "sliding_window": 4096, "use_sliding_window": True, "max_window_layers": 32})
+    from_hf({**QWEN2, "sliding_window": 4096, "layer_types": ["full_attention"] * 32})
 
 
 @pytest.mark.parametrize(
@@ -161,7 +159,7 @@ def test_windows_that_change_nothing_pass() -> None:
 )
 def test_refused_in_one_line(base: dict[str, Any], change: dict[str, Any], words: str) -> None:
     with pytest.raises(SetupError, match=re.escape(words)) as error:
-        ModelConfig.from_hf({**base, **change})
+        from_hf({**base, **change})
     assert len(str(error.value)) <= 200
     assert "\n" not in str(error.value)
 
@@ -191,15 +189,13 @@ SHAPES: dict[str, tuple[int, ...]] = {"token_embd.weight": (128256, 2048)}
 
 
 def test_gguf_says_much_by_its_tensors() -> None:
-    tied = ModelConfig.from_gguf(GGUF, SHAPES, name="x")
+    tied = from_gguf(GGUF, SHAPES, name="x")
     assert (tied.tie_word_embeddings, tied.qkv_bias, tied.vocab_size) == (True, False, 128256)
     assert (tied.head_dim, tied.eos_token_ids, tied.generation) == (64, (2, 3), {})
     shapes = {**SHAPES, "output.weight": (128256, 2048), "blk.0.attn_q.bias": (2048,)}
-    untied = ModelConfig.from_gguf(GGUF, shapes)
+    untied = from_gguf(GGUF, shapes)
     assert (untied.tie_word_embeddings, untied.qkv_bias) == (False, True)
-    asked = ModelConfig.from_gguf(
-        {**GGUF, "general.sampling.temp": 0.6, "general.sampling.top_k": 20}, SHAPES
-    )
+    asked = from_gguf({**GGUF, "general.sampling.temp": 0.6, "general.sampling.top_k": 20}, SHAPES)
     assert asked.generation == {"do_sample": True, "temperature": 0.6, "top_k": 20}
 
 
@@ -216,7 +212,7 @@ def test_llama3_rope_is_recognised_by_its_factors(factor: float, original: int) 
     plain = 1.0 / 5e5 ** (np.arange(0, 64, 2) / 64)
     np.testing.assert_allclose(llama3_factors(5e5, 64, factor, original), plain / scaled.numpy(), rtol=1e-5)
     factors = llama3_factors(5e5, 64, factor, original).astype(np.float32)
-    found = ModelConfig.from_gguf(GGUF, SHAPES, rope_factors=factors).rope
+    found = from_gguf(GGUF, SHAPES, rope_factors=factors).rope
     assert (found.kind, found.original_max_position) == ("llama3", original)
     assert found.factor == pytest.approx(factor)
 
@@ -224,11 +220,11 @@ def test_llama3_rope_is_recognised_by_its_factors(factor: float, original: int) 
 def test_gguf_yarn_and_linear() -> None:
     scaling = {"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 4.0}
     scaling["llama.rope.scaling.original_context_length"] = 32768
-    assert ModelConfig.from_gguf({**GGUF, **scaling}, SHAPES).rope == RopeConfig(
+    assert from_gguf({**GGUF, **scaling}, SHAPES).rope == RopeConfig(
         5e5, "yarn", 4.0, original_max_position=32768
     )
     scaling["llama.rope.scaling.type"] = "linear"
-    assert ModelConfig.from_gguf({**GGUF, **scaling}, SHAPES).rope.kind == "linear"
+    assert from_gguf({**GGUF, **scaling}, SHAPES).rope.kind == "linear"
 
 
 @pytest.mark.parametrize(
@@ -248,13 +244,13 @@ def test_gguf_yarn_and_linear() -> None:
 )
 def test_gguf_refused_in_one_line(change: dict[str, Any], words: str) -> None:
     with pytest.raises(SetupError, match=re.escape(words)) as error:
-        ModelConfig.from_gguf({**GGUF, **change}, SHAPES)
+        from_gguf({**GGUF, **change}, SHAPES)
     assert len(str(error.value)) <= 200
 
 
 def test_gguf_without_embeddings_or_with_strange_factors() -> None:
     with pytest.raises(SetupError, match=r"no token_embd\.weight"):
-        ModelConfig.from_gguf(GGUF, {})
+        from_gguf(GGUF, {})
     with pytest.raises(SetupError, match="not Llama-3's"):
-        ModelConfig.from_gguf(GGUF, SHAPES, rope_factors=np.linspace(1, 3, 32))
-    assert ModelConfig.from_gguf(GGUF, SHAPES, rope_factors=np.ones(32)).rope == RopeConfig(5e5)
+        from_gguf(GGUF, SHAPES, rope_factors=np.linspace(1, 3, 32))
+    assert from_gguf(GGUF, SHAPES, rope_factors=np.ones(32)).rope == RopeConfig(5e5)

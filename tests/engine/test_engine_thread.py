@@ -15,13 +15,15 @@ import numpy as np
 import pytest
 
 from engine import events as ev
-from engine.config import EngineConfig, SetupError
+from engine.config import EngineConfig
 from engine.engine import Engine
+from engine.errors import SetupError
+from engine.files.model_files import Progress
+from engine.loaded import Built
 from engine.params import SamplingParams
-from engine.start import Built, Progress
-from engine.toy import ToyFault, ToyRunner, expected
 from tests.engine.mirror import Mirror
 from tests.engine.rig import prompt
+from tests.toy_runner import ToyFault, ToyRunner, expected
 
 E = TypeVar("E")
 VOCAB = 128

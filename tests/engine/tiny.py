@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 
-from engine.config import EngineConfig, ModelConfig, RopeConfig
+from engine.config import EngineConfig
+from engine.files.model_config import ModelConfig, RopeConfig
+from engine.model.torch_runner import TorchRunner
 from engine.params import SamplingParams
-from engine.runner import Plan, Row
-from engine.sequence import Request, Sequence
-from engine.torch_runner import TorchRunner
+from engine.step.runner import Plan, Row
+from engine.step.sequence import Request, Sequence
 
 LLAMA = ModelConfig("llama", 199, 64, 112, 2, 4, 2, 16, 512, rms_norm_eps=1e-5, tie_word_embeddings=True)
 LLAMA3 = replace(

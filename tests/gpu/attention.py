@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.ops.triton import TritonOps
+from engine.ops.nvidia.triton import TritonOps
 from tests.gpu import peers
 from tests.gpu.machine import Machine, Table
 from tests.gpu.problems import QWEN3_8B, Problem

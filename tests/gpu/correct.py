@@ -10,17 +10,17 @@ import torch
 from torch import Tensor
 
 from engine.config import EngineConfig
-from engine.graphs import cuda_capture
-from engine.ops import scaled
+from engine.model.graphs import cuda_capture
+from engine.model.torch_runner import TorchRunner
 from engine.ops.base import StepPlan
 from engine.ops.fp8 import Fp8Kv
 from engine.ops.fp8 import quantise as to_fp8
+from engine.ops.nvidia import scaled
+from engine.ops.nvidia.triton import TritonOps
 from engine.ops.reference import ReferenceOps, attend
-from engine.ops.triton import TritonOps
+from engine.ops.sampler import PARAMS, SampleRows
+from engine.ops.sampler import sample as torch_sample
 from engine.ops.weights import Fp8, quantise
-from engine.sampler import PARAMS, SampleRows
-from engine.sampler import sample as torch_sample
-from engine.torch_runner import TorchRunner
 from tests.engine.tiny import QWEN3, Driver, random_weights
 from tests.gpu import peers
 from tests.gpu.machine import Machine, Table

@@ -13,14 +13,14 @@ from typing import Any
 import torch
 
 from engine.config import EngineConfig
-from engine.core import EngineCore
 from engine.event_log import EventLog
 from engine.events import StepCompleted, TokensSampled
-from engine.model import Decoder
-from engine.ops.triton import TritonOps
+from engine.model.decoder import Decoder
+from engine.model.torch_runner import TorchRunner
+from engine.ops.nvidia.triton import TritonOps
 from engine.params import SamplingParams
-from engine.runner import Plan
-from engine.torch_runner import TorchRunner
+from engine.step.core import EngineCore
+from engine.step.runner import Plan
 from tests.gpu.machine import Machine, Table
 from tests.gpu.model import TINY, random
 from tests.gpu.problems import QWEN3_8B

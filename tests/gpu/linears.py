@@ -6,8 +6,8 @@ from functools import partial
 
 import torch
 
-from engine.ops import scaled
-from engine.ops.kernels import quantised
+from engine.ops.nvidia import scaled
+from engine.ops.nvidia.kernels import quantised
 from engine.ops.weights import Fp8, quantise
 from tests.gpu.machine import Machine, Table
 

@@ -9,12 +9,12 @@ from dataclasses import replace
 
 import torch
 
-from engine.config import ModelConfig
-from engine.graphs import DecodeGraphs, cuda_capture
-from engine.kv_cache import CacheSize, allocate
-from engine.layers import Weights
-from engine.model import Decoder
-from engine.ops.triton import TritonOps
+from engine.files.model_config import ModelConfig
+from engine.model.decoder import Decoder
+from engine.model.graphs import DecodeGraphs, cuda_capture
+from engine.model.kv_cache import CacheSize, allocate
+from engine.model.layers import Weights
+from engine.ops.nvidia.triton import TritonOps
 from engine.ops.weights import Quantization
 from tests.gpu.machine import Machine, Table
 from tests.gpu.problems import QWEN3_8B, Problem

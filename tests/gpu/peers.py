@@ -17,9 +17,10 @@ from typing import Any
 
 import torch
 
-from engine.config import ModelConfig, SetupError
+from engine.errors import SetupError
+from engine.files.model_config import ModelConfig
 from engine.ops import get_ops
-from engine.ops.triton import TritonOps
+from engine.ops.nvidia.triton import TritonOps
 from tests.gpu.machine import Machine, Table
 
 VLLM_SECONDS = 240

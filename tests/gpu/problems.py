@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.config import ModelConfig
+from engine.files.model_config import ModelConfig
 from engine.ops.base import AttentionWeights, Packed, RopeTable, StepInput
 from engine.ops.fp8 import Fp8Kv, quantise
 

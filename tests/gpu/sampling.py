@@ -7,9 +7,9 @@ from functools import partial
 import numpy as np
 import torch
 
-from engine.ops.triton import TritonOps
-from engine.sampler import PARAMS, SampleRows
-from engine.sampler import sample as torch_sample
+from engine.ops.nvidia.triton import TritonOps
+from engine.ops.sampler import PARAMS, SampleRows
+from engine.ops.sampler import sample as torch_sample
 from tests.gpu.machine import Machine, Table
 from tests.gpu.problems import QWEN3_8B
 

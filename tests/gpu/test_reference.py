@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+from engine.model.torch_runner import TorchRunner
 from engine.ops.reference import ReferenceOps
 from engine.params import SamplingParams
-from engine.torch_runner import TorchRunner
 from tests.engine.tiny import CPU64, MODELS, Driver, random_weights
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

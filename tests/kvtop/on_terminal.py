@@ -14,8 +14,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from engine import Engine, EngineConfig, SetupError
-from kvtop import run
-from kvtop.app import KvtopApp
+from kvtop.app import launch as run
+from kvtop.app.app import KvtopApp
 from kvtop.options import Options
 from tests.demos.toy import build
 

@@ -6,10 +6,10 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 from engine.events import StepBatch
-from kvtop.app import KvtopApp
+from kvtop.app.app import KvtopApp
 from kvtop.options import Options
-from kvtop.session import Session
-from kvtop.state import DashboardState
+from kvtop.play.session import Session
+from kvtop.state.dashboard import DashboardState
 
 SIZES = ((1, 1), (20, 5), (50, 15), (80, 24), (100, 30), (120, 40), (200, 60))
 

@@ -13,10 +13,10 @@ from typing import Any
 
 from engine import events as ev
 from engine.config import EngineConfig
-from engine.core import EngineCore
 from engine.event_log import EventLog
 from engine.params import SamplingParams
-from engine.toy import ToyFault, ToyRunner
+from engine.step.core import EngineCore
+from tests.toy_runner import ToyFault, ToyRunner
 
 VOCAB = 60
 LETTERS = [chr(97 + i % 26).encode() for i in range(VOCAB)]

@@ -10,7 +10,6 @@ from itertools import count
 from typing import Any
 
 from engine.config import EngineConfig
-from engine.core import EngineCore
 from engine.event_log import EventLog
 from engine.events import (
     BlocksEvicted,
@@ -26,8 +25,9 @@ from engine.events import (
     from_runs,
 )
 from engine.params import SamplingParams
-from engine.runner import Plan
-from engine.toy import ToyRunner, expected
+from engine.step.core import EngineCore
+from engine.step.runner import Plan
+from tests.toy_runner import ToyRunner, expected
 from tests.vllm.terms import HASH_SEED, VOCAB, Ask, Counts, Setup, State, Step
 
 

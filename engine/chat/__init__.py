@@ -1,0 +1,1 @@
+"""Conversations: chat turns as token ids that extend one another."""

@@ -1,0 +1,207 @@
+"""Persistent rows: block tables, sampling parameters and last tokens of live sequences, on the device.
+
+Owns the mapping sequence -> row. A step applies deltas (Sequence.table_changed_from, Plan.retired) and
+never rebuilds a table. Keeps the invariant that no real token is written into the null block. Everything that
+a step needs goes to the device in one copy that the host does not wait for, in the stream's order, so the
+step before may still be running.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from engine.events import NULL_BLOCK
+from engine.ops.base import Beside, Ops, StepInput
+from engine.ops.sampler import PARAMS, SampleRows
+from engine.step.runner import Plan, Row
+from engine.step.sequence import Sequence
+
+PENDING = -1
+"""In the place of a token that only the device knows yet."""
+
+
+class DeviceRows:
+    """Rows for sequences. Grows when more sequences live at once than `capacity`. ops: asked what else a step
+    needs on the device; without it the back end sends that itself."""
+
+    def __init__(
+        self, capacity: int, max_blocks: int, block_size: int, device: torch.device, ops: Ops | None = None
+    ) -> None:
+        self._ops = ops
+        self.block_size = block_size
+        self.device = device
+        self._rows: dict[int, int] = {}
+        self._free = list(range(capacity - 1, -1, -1))
+        self._tables = np.zeros((capacity, max_blocks), np.int32)
+        self._host = torch.from_numpy(self._tables)
+        self._device = self._host if device.type == "cpu" else self._host.to(device)
+        self._params = np.zeros(capacity, PARAMS)
+        self._last = torch.zeros(capacity, dtype=torch.int64, device=device)
+        self._drawing = self._last
+        """The row of each token that the newest step draws, int64 [L]."""
+        self._changed: list[tuple[int, int, int]] = []
+        """Parts of tables that the device lacks: (row, from, to)."""
+
+    def apply(self, plan: Plan) -> tuple[StepInput, SampleRows]:
+        """Takes over what changed since the last step and lays out this step's tokens.
+
+        Raises ValueError if a token would be written into the null block or beyond its table.
+        """
+        for seq_id in plan.retired:
+            row = self._rows.pop(seq_id, None)
+            if row is not None:
+                self._free.append(row)
+        rows = np.fromiter((self._update(r.seq) for r in plan.rows), np.int32, len(plan.rows))
+        start = np.fromiter((r.start for r in plan.rows), np.int64, len(rows))
+        n = np.fromiter((r.n for r in plan.rows), np.int64, len(rows))
+        ends = np.cumsum(n)
+        total = int(ends[-1]) if len(rows) else 0
+        positions = np.arange(total) + np.repeat(start - (ends - n), n)
+        logical, offset = np.divmod(positions, self.block_size)
+        blocks = self._tables[np.repeat(rows, n), logical].astype(np.int64)
+        if (blocks == NULL_BLOCK).any():
+            raise ValueError("a token's slot is in the null block: its table is too short")
+        draws = [(i, b, k) for i, r in enumerate(plan.rows) for k, b in enumerate(r.draws)]
+        sampled = np.fromiter((i for i, _, _ in draws), np.int64, len(draws))
+        # Tokens of the row behind the one that is drawn: drafts.
+        behind = np.fromiter(
+            (max(0, len(plan.rows[i].drafts) - k) for i, _, k in draws), np.int64, len(draws)
+        )
+        params = self._params[rows[sampled]]
+        params["branch"] = [b for _, b, _ in draws]
+        kv_lens = start + n
+        q_lens_host, kv_lens_host = n.tolist(), kv_lens.tolist()
+        drawn_rows = SampleRows(params, kv_lens[sampled] - behind)
+        beside = self._ops.beside(q_lens_host, kv_lens_host, drawn_rows) if self._ops else Beside()
+        host_ids = _tokens(plan.rows)
+        pending = np.flatnonzero(host_ids == PENDING)
+        token_ids, slots, logit_rows, drawing, positions_, row_ids, q_starts, lens, *more = self._upload(
+            [
+                host_ids,
+                blocks * self.block_size + offset,
+                ends[sampled] - 1 - behind,
+                rows[sampled].astype(np.int64),
+                positions.astype(np.int32),
+                rows,
+                np.concatenate(([0], ends)).astype(np.int32),
+                kv_lens.astype(np.int32),
+                *beside.work,
+                *(() if beside.sampling is None else (beside.sampling,)),
+                *((pending, np.repeat(rows, n)[pending].astype(np.int64)) if len(pending) else ()),
+                *self._table_changes(),
+            ]
+        )
+        work, more = more[: len(beside.work)], more[len(beside.work) :]
+        if beside.sampling is not None:
+            drawn_rows.sent, *more = more
+        if len(pending):
+            at, of, *more = more
+            token_ids.index_copy_(0, at, self._last[of])
+        if more:
+            self._device.view(-1).index_copy_(0, *more)
+        self._drawing = drawing
+        batch = StepInput(
+            token_ids=token_ids,
+            positions=positions_,
+            slots=slots,
+            tables=self._device,
+            rows=row_ids,
+            q_starts=q_starts,
+            kv_lens=lens,
+            logit_rows=logit_rows,
+            q_lens=q_lens_host,
+            kv_lens_host=kv_lens_host,
+            work=work,
+            note=beside.note,
+        )
+        return batch, drawn_rows
+
+    def drawn(self, tokens: torch.Tensor) -> None:
+        """The tokens of the newest step's draws, int64 [L] on the device: what the next step may start from
+        before the host has seen them. Of a row that draws several any one is kept; -1 becomes 0."""
+        self._last.index_copy_(0, self._drawing, tokens.clamp(min=0))
+
+    def _update(self, seq: Sequence) -> int:
+        """The sequence's row, its table and (once) its parameters brought up to date."""
+        row = self._rows.get(seq.seq_id)
+        first = seq.table_changed_from
+        if row is None:
+            row = self._rows[seq.seq_id] = self._new_row()
+            first = 0
+            p = seq.request.params
+            self._params[row] = (
+                p.temperature or 0,
+                p.top_p or 1,
+                p.min_p,
+                p.top_k or 0,
+                p.seed or 0,
+                seq.branch,
+            )
+        table = seq.table
+        if first < len(table):
+            self._tables[row, first : len(table)] = table[first:]
+            if self._device is not self._host:
+                self._changed.append((row, first, len(table)))
+        seq.table_changed_from = len(table)
+        return row
+
+    def _new_row(self) -> int:
+        if not self._free:
+            n = len(self._host)
+            self._tables = np.concatenate((self._tables, np.zeros_like(self._tables)))
+            self._host = torch.from_numpy(self._tables)
+            self._device = self._host if self.device.type == "cpu" else self._host.to(self.device)
+            self._params = np.concatenate((self._params, np.zeros_like(self._params)))
+            self._last = torch.cat((self._last, torch.zeros_like(self._last)))
+            self._free = list(range(2 * n - 1, n - 1, -1))
+        return self._free.pop()
+
+    def _table_changes(self) -> tuple[NDArray[np.generic], ...]:
+        """(places in the flat tables int64, blocks int32) that the device lacks; nothing without any."""
+        if not self._changed:
+            return ()
+        width = self._tables.shape[1]
+        places = [np.arange(row * width + a, row * width + b) for row, a, b in self._changed]
+        blocks = [self._tables[row, a:b] for row, a, b in self._changed]
+        self._changed.clear()
+        return np.concatenate(places), np.concatenate(blocks)
+
+    def _upload(self, arrays: list[NDArray[np.generic]]) -> list[torch.Tensor]:
+        if self.device.type == "cpu":
+            return [torch.from_numpy(np.ascontiguousarray(a)) for a in arrays]
+        return packed(arrays, pin=True, copy=lambda t: t.to(self.device, non_blocking=True))
+
+
+def packed(
+    arrays: list[NDArray[np.generic]], *, pin: bool, copy: Callable[[torch.Tensor], torch.Tensor]
+) -> list[torch.Tensor]:
+    """The arrays where `copy` takes them, in one copy of one buffer.
+
+    Each starts at a multiple of 16 bytes: a kernel is compiled once for such pointers and once for others.
+
+    pin: the buffer is page-locked, so that the copy runs beside the host; torch keeps it until it is done.
+    """
+    starts = np.cumsum([0, *(a.nbytes + -a.nbytes % 16 for a in arrays)]).tolist()
+    buffer = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=pin)
+    host = buffer.numpy()
+    for a, at in zip(arrays, starts, strict=False):
+        host[at : at + a.nbytes] = a.view(np.uint8)
+    there = copy(buffer)
+    return [
+        there[at : at + a.nbytes].view(torch.from_numpy(a).dtype)
+        for a, at in zip(arrays, starts, strict=False)
+    ]
+
+
+def _tokens(rows: list[Row]) -> NDArray[np.int64]:
+    """Token ids of the step, flat; PENDING for those that a step in flight has yet to sample."""
+    if all(r.n == 1 for r in rows):
+        known = (r.seq.tokens[r.start] if r.start < len(r.seq.tokens) else PENDING for r in rows)
+        return np.fromiter(known, np.int64, len(rows))
+    # Slices are copies: a view would forbid the sequence to grow while it lives.
+    parts = [np.asarray(r.tokens or (PENDING,), dtype=np.int64) for r in rows]
+    return np.concatenate(parts)

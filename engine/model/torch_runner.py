@@ -1,0 +1,423 @@
+"""TorchRunner: the ModelRunner that computes with torch.
+
+Owns the model, the KV cache, the persistent rows and the choice of device, dtype and ops; lives in the
+engine thread. A step is copies, forward, sampling, in this order and never split.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from engine.config import EngineConfig
+from engine.errors import SetupError
+from engine.events import Event
+from engine.files.hf_config import Foreign, from_hf
+from engine.files.model_config import ModelConfig
+from engine.files.model_files import ModelFiles
+from engine.model.batch import DeviceRows
+from engine.model.decoder import Decoder, Model
+from engine.model.kv_cache import (
+    CacheSize,
+    allocate,
+    allocate_what_fits,
+    check_cpu_memory,
+    cpu_free_bytes,
+    distance,
+    gpu_kv_bytes,
+    plan_size,
+    size,
+    tolerance,
+)
+from engine.model.layers import Weights
+from engine.model.logit_shaping import Logprobs, Shaper
+from engine.model.step_cost import StepCost
+from engine.ops import get_ops
+from engine.ops.base import StepInput
+from engine.ops.profiling.step_profile import Profiler
+from engine.params import SamplingParams
+from engine.step.runner import Plan, Recomputed, Row, StepOutput
+from engine.step.sequence import Request, Sequence
+
+if TYPE_CHECKING:
+    from engine.model.graphs import DecodeGraphs
+
+Progress = Callable[[int, int, str], None]
+
+_dtypes = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
+
+
+def build(config: EngineConfig, progress: Progress, files: ModelFiles | None = None) -> TorchRunner:
+    """Resolves, loads and packs the model, sizes the cache and warms up.
+
+    files: those of `config.model` where the caller has resolved them. Call it in the thread that will
+    call `execute`. Raises SetupError: one line that says what to do.
+    """
+    from engine.files import hub
+    from engine.model import load_weights as loader
+
+    device, dtype = choose(config)
+    if files is None:
+        files = hub.resolve(config.model, revision=config.revision, progress=progress)
+    if _is_foreign(files):
+        from engine.model import hf_model
+
+        if config.quantization is not None:
+            raise SetupError(
+                f"--quantization: {files.name:.60} {hf_model.NOTICE}, and has none; leave it out"
+            )
+        return TorchRunner.over(hf_model.load(files, device, dtype, progress, config), config, progress)
+    codes = config.quantization == "int4"
+    if device.type == "cpu":
+        check_cpu_memory(loader.loaded_bytes(files, dtype, keep_codes=codes), None, cpu_free_bytes())
+    loaded = loader.load(files, dtype=dtype, progress=progress, keep_codes=codes)
+    return TorchRunner.from_weights(loaded.config, loaded.weights, config, progress)
+
+
+def _is_foreign(files: ModelFiles) -> bool:
+    """Whether the model is one for transformers. Raises SetupError for a config that is wrong in itself."""
+    if files.kind == "gguf":
+        return False
+    try:
+        from_hf(files.config or {}, files.generation_config, name=files.name)
+    except Foreign:
+        return True
+    return False
+
+
+def choose(config: EngineConfig) -> tuple[torch.device, torch.dtype]:
+    """The device and dtype that `config` means. Raises SetupError for a GPU that torch doesn't see."""
+    cuda = torch.cuda.is_available()
+    if config.device == "cuda" and not cuda:
+        raise SetupError("--device cuda: torch sees no CUDA GPU; use --device cpu or install torch with CUDA")
+    device = torch.device("cuda" if cuda and config.device != "cpu" else "cpu")
+    return device, _dtypes["bfloat16" if config.dtype == "auto" else config.dtype]
+
+
+_LEAST_TOKENS = 2048
+"""What the cache of a GPU must hold at least, where no --max-model-len says it."""
+
+
+class TorchRunner:
+    """See engine.runner.ModelRunner. Build one with `build` or `from_weights`."""
+
+    def __init__(self, model: Model, cache_size: CacheSize, max_model_len: int, config: EngineConfig) -> None:
+        ops, short = model.ops, ""
+        if ops.device.type == "cuda":
+            least = config.max_model_len or min(max_model_len, _LEAST_TOKENS)
+            exact = config.num_blocks is not None or config.kv_cache_memory is not None
+            self.cache, cache_size, short = allocate_what_fits(
+                cache_size, ops.device, ops.dtype, least, exact=exact
+            )
+            max_model_len = min(max_model_len, cache_size.usable_tokens)
+        else:
+            self.cache = allocate(cache_size, ops.device, ops.dtype)
+        self.model = model
+        self.config = config
+        self.cache_size = cache_size
+        """str() of it is the sum: layers x kv heads x head dim x 2 x bytes."""
+        self.num_blocks = cache_size.num_blocks
+        self.block_size = cache_size.block_size
+        self.bytes_per_block = cache_size.bytes_per_block
+        self.weights_bytes = model.weights_bytes
+        self.vocab_size = model.config.vocab_size
+        self.max_model_len = max_model_len
+        self.model_name = model.config.name
+        self.device = ops.device.type
+        self.dtype = str(ops.dtype).removeprefix("torch.")
+        self.ops_name = ops.name
+        self.notice = "; ".join(filter(None, (model.notice, short)))
+        self.kv_dtype = "fp8" if cache_size.scale_bytes else self.dtype
+        blocks = -(-max_model_len // cache_size.block_size) + 1
+        self._rows = DeviceRows(config.max_num_seqs, blocks, cache_size.block_size, ops.device, ops)
+        self._cost = StepCost(model.config) if self.device == "cpu" else None
+        self._shaper = Shaper()
+        beside = config.async_scheduling
+        self.ahead = int(self.device == "cuda" if beside is None else beside)
+        """See engine.runner.AsyncRunner. On a CPU the host is the device: nothing is won."""
+        self._events: list[Event] = []
+        """What the next step that is collected tells."""
+        self._profiler: Profiler | None = None
+        self._graphs: DecodeGraphs | None = None
+        if self.device == "cuda" and ops.name == "triton" and isinstance(model, Decoder):
+            from engine.model.graphs import DecodeGraphs, cuda_capture
+
+            capture = cuda_capture(ops.device)
+            self._graphs = DecodeGraphs(model, self.cache, config.max_num_seqs, capture, self._events.append)
+
+    @classmethod
+    @torch.inference_mode()
+    def from_weights(
+        cls,
+        model_config: ModelConfig,
+        weights: Weights,
+        config: EngineConfig,
+        progress: Progress = lambda done, total, what: None,
+    ) -> TorchRunner:
+        """A runner over `weights` (HF names; the dict is emptied as they are packed)."""
+        device, dtype = choose(config)
+        if device.type == "cpu":
+            torch.set_num_threads(config.threads or cores())
+        fp8 = config.kv_cache_dtype == "fp8"
+        ops = get_ops(
+            config.ops, device, dtype, model_config, fp8_kv=fp8, quantization=config.quantization,
+            attention=config.attention_backend, block_size=config.block_size,
+        )  # fmt: skip
+        longest = model_config.max_position_embeddings
+        check_longest(config, longest)
+        if device.type == "cpu":
+            loaded, free = sum(t.nbytes for t in weights.values()), cpu_free_bytes()
+            cache_size = plan_size(model_config, config, dtype)
+            free = None if free is None else free + loaded
+            check_cpu_memory(loaded, cache_size, free, by_blocks=config.num_blocks is not None)
+        return cls.over(Decoder(model_config, weights, ops, longest, progress), config, progress)
+
+    @classmethod
+    @torch.inference_mode()
+    def over(cls, model: Model, config: EngineConfig, progress: Progress = lambda *_: None) -> TorchRunner:
+        """A runner over a model that is ready to compute. Raises SetupError like from_weights."""
+        longest, ops = model.config.max_position_embeddings, model.ops
+        check_longest(config, longest)
+        if ops.device.type == "cpu":
+            torch.set_num_threads(config.threads or cores())
+        memory = None if ops.device.type == "cpu" else _profile_gpu(model, config)
+        cache_size = plan_size(model.config, config, ops.dtype, memory)
+        if ops.device.type == "cpu":
+            by_blocks = config.num_blocks is not None
+            check_cpu_memory(0, cache_size, cpu_free_bytes(), by_blocks=by_blocks)
+        runner = cls(model, cache_size, clamp_model_len(config.max_model_len, longest, cache_size), config)
+        progress(1, 1, f"KV: {runner.cache_size}")
+        runner.warm_up()
+        return runner
+
+    # ---------------------------------------------------------------------------------- the steps
+
+    def execute(self, plan: Plan) -> StepOutput:
+        """One step. Raises what torch raises; then the step counts as not executed."""
+        return self.collect(self.launch(plan))
+
+    @torch.inference_mode()
+    def launch(self, plan: Plan) -> _Ticket:
+        """Everything of a step that the host has to do before its tokens are known; on a GPU it only queues."""
+        t0 = time.perf_counter()
+        batch, sampled = self._rows.apply(plan)
+        self._shaper.forget(plan.retired)
+        if plan.copies:
+            self.model.ops.copy_blocks(self.cache, plan.copies)
+        if not plan.rows:
+            return _Ticket(plan, time.perf_counter() - t0)
+        # Before the clocks start: on a GPU it makes the device wait.
+        profiler = self._profiler if self._profiler is not None and self._profiler.begin(batch) else None
+        t1 = time.perf_counter()
+        clock = _GpuClock() if self.device == "cuda" else None
+        logits = profiler.forward(batch, self.cache) if profiler else self._forward(batch)
+        t2 = time.perf_counter()
+        drawing = [row for row in plan.rows for _ in row.draws]
+        logprobs = Logprobs(logits, drawing)
+        self._shaper.apply(logits, drawing)
+        drawn, likely = None, []
+        if drawing:
+            ids = self.model.ops.draw(logits, sampled)
+            if self.ahead:
+                self._rows.drawn(ids[0].long())
+            drawn = _ToHost(ids)
+            if logprobs:
+                likely = [_ToHost(t) for t in logprobs.look_up(ids[0])]
+        if clock is not None:
+            clock.stop()
+        self.model.ops.took(t2 - t1)
+        if self._cost:
+            self._cost.observe(batch.q_lens, batch.kv_lens_host, t2 - t1)
+        queued = time.perf_counter() - t2
+        slowed = profiler is not None and clock is not None
+        return _Ticket(plan, t1 - t0, t2 - t1, queued, drawn, logprobs, likely, clock, slowed)
+
+    @torch.inference_mode()
+    def collect(self, ticket: _Ticket) -> StepOutput:
+        """Waits for the tokens of a step."""
+        t0 = time.perf_counter()
+        rows = ticket.plan.rows
+        ids, bad = ticket.drawn.read() if ticket.drawn else ([], [])
+        waited = time.perf_counter() - t0
+        output = StepOutput(
+            [[] for _ in rows], [], ticket.t_prepare, ticket.t_forward, ticket.t_sample + waited
+        )
+        output.t_gpu = ticket.clock.read() if ticket.clock else None
+        sampling = [i for i, row in enumerate(rows) for _ in row.draws]
+        for i, token in zip(sampling, ids, strict=True):
+            output.token_ids[i].append(token)
+        for i in dict.fromkeys(sampling[at] for at, n in enumerate(bad) if n):
+            output.token_ids[i] = []
+            output.bad_rows.append(i)
+        if ticket.logprobs:
+            for i, told in ticket.logprobs.of(*(t.read() for t in ticket.likely)).items():
+                if output.token_ids[sampling[i]]:
+                    output.logprobs.setdefault(sampling[i], []).append(told)
+        if self._profiler is not None:
+            self._events += self._profiler.take()
+        output.events = self._events[:]
+        self._events.clear()
+        output.slowed = ticket.slowed
+        return output
+
+    @torch.inference_mode()
+    def audit(self, token_ids: SequenceOf[int], blocks: list[int]) -> Recomputed:
+        """Into a cache of its own, just large enough, in chunks of 512 tokens."""
+        ops, size = self.model.ops, self.block_size
+        scratch = allocate(replace(self.cache_size, num_blocks=len(blocks) + 1), ops.device, ops.dtype)
+        rows = DeviceRows(1, len(blocks) + 1, size, ops.device)
+        seq = Sequence(-1, Request(-1, token_ids, SamplingParams(temperature=0.0), 0.0))
+        seq.table = list(range(1, len(blocks) + 1))
+        for start in range(0, len(token_ids), 512):
+            n = min(512, len(token_ids) - start)
+            batch, _ = rows.apply(Plan(0, [Row(seq, start, n, False)]))
+            self.model.forward(batch, scratch)
+        return Recomputed(
+            distance(self.cache, blocks, scratch, seq.table),
+            tolerance(self.kv_dtype, self.config.quantization),
+        )
+
+    def _forward(self, batch: StepInput) -> torch.Tensor:
+        """Logits of a step: by a graph where it decodes only and one fits."""
+        logits = self._graphs.forward(batch) if self._graphs else None
+        if logits is not None:
+            return logits
+        try:
+            return self.model.forward(batch, self.cache)
+        except torch.OutOfMemoryError:
+            # What is free may lie in pieces that torch keeps. A forward writes the same KV again if it runs again.
+            if self.device != "cuda":
+                raise
+            torch.cuda.empty_cache()
+            return self.model.forward(batch, self.cache)
+
+    def step_budget(self, max_num_batched_tokens: int, context: int) -> int:
+        """Tokens for a step beside this context; on a CPU so many that it stays under half a second."""
+        if self._cost is None:
+            return max_num_batched_tokens
+        return min(max_num_batched_tokens, self._cost.tokens_within(context))
+
+    def warm_up(self) -> None:
+        """Two forwards over blocks that nobody owns yet: compiles, pages in, measures the step cost."""
+        n = min(64, self.max_model_len, self.cache_size.usable_tokens)
+        seq = Sequence(-1, Request(-1, [0] * n, SamplingParams(temperature=0.0), 0.0))
+        seq.table = list(range(1, -(-n // self.block_size) + 1))
+        for _ in range(2):
+            self.execute(Plan(0, [Row(seq, 0, n, True)]))
+        self.execute(Plan(0, retired=[-1]))
+        if isinstance(self.model, Decoder):
+            self._profiler = Profiler(self.model)
+
+
+def check_longest(config: EngineConfig, longest: int) -> None:
+    """Raises SetupError for a --max-model-len over the model's own."""
+    if config.max_model_len is not None and config.max_model_len > longest:
+        raise SetupError(
+            f"--max-model-len {config.max_model_len} is over the model's limit of {longest} tokens"
+        )
+
+
+def clamp_model_len(asked: int | None, longest: int, cache: CacheSize) -> int:
+    """The longest sequence. Raises SetupError if it was given and the pool cannot hold it."""
+    fits = cache.usable_tokens
+    if asked is None:
+        return min(longest, fits)
+    if asked > fits:
+        raise SetupError(
+            f"--max-model-len {asked} needs {-(-asked // cache.block_size)} blocks, the pool has "
+            f"{cache.num_blocks - 1} ({fits} tokens): lower it or raise --num-blocks or --kv-cache-memory"
+        )
+    return asked
+
+
+def cores() -> int:
+    """Cores that this process may run on."""
+    try:
+        return len(os.sched_getaffinity(0))
+    except AttributeError:
+        return os.cpu_count() or 1
+
+
+def _profile_gpu(model: Model, config: EngineConfig) -> int:
+    """Bytes left for KV beside weights and the activations of the largest step."""
+    device = model.ops.device
+    tokens = config.max_num_batched_tokens or 2048
+    tokens = min(tokens, model.config.max_position_embeddings)
+    blocks = -(-tokens // config.block_size) + 1
+    small = plan_size(model.config, replace(config, num_blocks=blocks), model.ops.dtype)
+    cache = allocate(small, device, model.ops.dtype)
+    seq = Sequence(-1, Request(-1, [0] * tokens, SamplingParams(temperature=0.0), 0.0))
+    seq.table = list(range(1, blocks))
+    batch, _ = DeviceRows(1, blocks, config.block_size, device).apply(Plan(0, [Row(seq, 0, tokens, True)]))
+    torch.cuda.reset_peak_memory_stats(device)
+    model.forward(batch, cache)
+    torch.cuda.synchronize(device)
+    peak = torch.cuda.max_memory_allocated(device) - cache.nbytes
+    del cache
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    left = gpu_kv_bytes(total, free, torch.cuda.memory_reserved(device), peak, config.gpu_memory_utilization)
+    if left <= 0:
+        raise SetupError(
+            f"too little GPU memory: weights and activations take {size(peak)}, more than "
+            f"{config.gpu_memory_utilization:.0%} of {size(total)}; raise --gpu-memory-utilization"
+        )
+    return left
+
+
+@dataclass(slots=True)
+class _Ticket:
+    """A launched step. Times in seconds; t_sample: until it was queued. drawn is None where nothing samples;
+    likely: what `logprobs` looked up, if a row asks."""
+
+    plan: Plan
+    t_prepare: float
+    t_forward: float = 0.0
+    t_sample: float = 0.0
+    drawn: _ToHost | None = None
+    logprobs: Logprobs | None = None
+    likely: list[_ToHost] = field(default_factory=list)
+    clock: _GpuClock | None = None
+    slowed: bool = False
+
+
+class _ToHost:
+    """A matrix on its way to the host: the copy is queued behind what makes it, and `read` waits for it
+    alone, not for what is queued later."""
+
+    def __init__(self, there: torch.Tensor) -> None:
+        self._done: torch.cuda.Event | None = None
+        self._host = there
+        if there.is_cuda:
+            self._host = torch.empty(there.shape, dtype=there.dtype, pin_memory=True)
+            self._host.copy_(there, non_blocking=True)
+            self._done = torch.cuda.Event()
+            self._done.record()
+
+    def read(self) -> list[list[Any]]:
+        if self._done is not None:
+            self._done.synchronize()
+        rows: list[list[Any]] = self._host.tolist()
+        return rows
+
+
+class _GpuClock:
+    """Time of the current stream from construction to stop, in seconds. Nothing waits for it: `read` once
+    something later in the stream is known to be done, or it waits."""
+
+    def __init__(self) -> None:
+        self._start, self._end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        self._start.record()
+
+    def stop(self) -> None:
+        self._end.record()
+
+    def read(self) -> float:
+        self._end.synchronize()
+        return float(self._start.elapsed_time(self._end)) / 1000

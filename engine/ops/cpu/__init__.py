@@ -1,0 +1,1 @@
+"""Ops on a CPU: packed and quantised linears, and the C kernels."""

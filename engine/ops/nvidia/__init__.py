@@ -1,0 +1,1 @@
+"""Ops on NVIDIA GPUs: Triton kernels, their launchers, and the attention libraries."""

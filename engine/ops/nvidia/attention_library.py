@@ -1,0 +1,64 @@
+"""LibraryOps: TritonOps whose attention is a library's, over our paged cache.
+
+Owns what such back ends share: what is refused before the library is asked, and in which words. The cache's
+layout, the graphs and every other operation stay ours.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+
+import torch
+
+from engine.errors import SetupError
+from engine.files.model_config import ModelConfig
+from engine.ops.base import Beside
+from engine.ops.nvidia.triton import TritonOps, packed_params
+from engine.ops.sampler import SampleRows
+from engine.ops.weights import Quantization
+
+DTYPES: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16)
+"""Of queries and of the cache."""
+
+
+class LibraryOps(TritonOps):
+    """Raises SetupError for what none of the libraries computes."""
+
+    library: str
+    """Its name as its authors write it."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        dtype: torch.dtype,
+        model: ModelConfig,
+        quantization: Quantization | None = None,
+        *,
+        fp8_kv: bool = False,
+        block_size: int = 16,
+    ) -> None:
+        super().__init__(device, dtype, model, quantization, fp8_kv=fp8_kv)
+        self.block_size = block_size
+        if fp8_kv:
+            raise self.refusal("has no FP8 KV with a scale per token: leave out --kv-cache-dtype fp8")
+        if dtype not in DTYPES:
+            raise self.refusal("computes in bfloat16: leave out --dtype, or --attention-backend")
+        if not self.has_kernel(model.head_dim):
+            raise self.refusal(f"has no kernel for a head_dim of {model.head_dim}: leave it out")
+        self.heads = model.num_heads
+        self.connect()
+
+    @abstractmethod
+    def connect(self) -> None:
+        """Finds the library. Raises SetupError where it is not there, or is but cannot be used so."""
+
+    @abstractmethod
+    def has_kernel(self, head_dim: int) -> bool:
+        """Whether the library computes heads of this size."""
+
+    def refusal(self, why: str) -> SetupError:
+        """One line; why: what the library is or has not, and what to do."""
+        return SetupError(f"--attention-backend {self.attention_backend}: {self.library} {why}")
+
+    def beside(self, q_lens: list[int], kv_lens: list[int], rows: SampleRows) -> Beside:
+        return Beside(packed_params(rows).ravel())  # the library makes its own work list

@@ -1,0 +1,1 @@
+"""The engine without weights: hardware, cost model, virtual runs, and loads of requests."""

@@ -1,0 +1,248 @@
+"""How long a step of a decoder takes on a machine that is not there: a roofline per part, plus overheads.
+
+Owns the model and its constants, each with where it comes from. A step is the sum of its parts; a part takes
+max(bytes / bandwidth, operations / rate), both at the fraction of the published limit that real kernels reach.
+Nothing is fitted per model or per device: eight fractions and five overheads serve all of them. Against 40
+published figures (tests/benchmarks/cost_model.py) the mean error is 9 %, the worst 22 %. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from engine.errors import SetupError
+from engine.files.hf_config import Keys
+from engine.sim.hardware import Machine
+from engine.sizing.kv_shape import KvShape, text_part
+from engine.sizing.kv_size import BITS
+from engine.sizing.weight_count import count_parameters
+
+# Fractions of a published limit.
+READ_WEIGHTS = 0.85
+"""Of the memory bandwidth, matrices of 16 or 8 bits that tensor cores take as they are. gpt-fast's README: 1,411 GB/s
+of an A100's 2,039 with all overhead in it; a plain copy on an H200 reaches 0.90."""
+READ_PACKED = 0.64
+"""The same for weights that are unpacked on the way (int4, int8, FP8 without FP8 cores): gpt-fast's int8 and int4
+lines, 863 to 1,031 GB/s with all overhead in it."""
+READ_KV = 0.80
+"""Attention that decodes, page by page: what paged kernels reach from some 64 MB of KV on."""
+READ_REST = 0.85
+"""Norms, rotary embedding, activation functions: plain streams, as a copy."""
+GEMM_16 = 0.68
+"""Of the tensor cores' BF16 rate: TensorRT-LLM's first token of Llama 2 7B after 2,048 on an A100 is 0.68 of it."""
+GEMM_8 = 0.55
+"""Of their FP8 rate, where power and quantisation of activations bite: TensorRT-LLM 1.0, Llama 3.3 70B, 2,048 in and
+128 out on an H200, is 0.50 of it over everything."""
+ATTEND = 0.50
+"""Of the BF16 rate, attention over a prompt: FlashAttention in Triton 0.48, FlashAttention-3 0.62 of an H100's."""
+EXCHANGE = 0.70
+"""Of a link's rate, all-reduce of large tensors (NCCL's bus bandwidth over NVLink)."""
+
+# Overheads, in seconds.
+KERNELS = 10
+"""Kernels a layer in a fused decoder: norm, QKV, rotary and store, attention and its combine, output, norm, up,
+activation, down."""
+BOUNDARY = 3.8e-6
+"""Between two of them inside a CUDA graph: 1.3 us of launch (Hazy Research, no-bubbles megakernel), the rest the drain
+and refill of the memory pipes; with it vLLM's 7.28 ms a token for Qwen3-8B on an H100 comes out."""
+HOP = 8e-6
+"""One all-reduce of nothing over NVLink."""
+STEP = 0.5e-3
+"""Per step on the host that no overlap hides: schedule, inputs, the sampled tokens' way back."""
+PER_SEQUENCE = 6e-6
+"""Per sequence and step: its row, its sampling, its share of the scheduler."""
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What a decoder does for a token, from its config.json. Parameters count multiply-adds, too."""
+
+    shape: KvShape
+    hidden: int
+    dense: int
+    """Parameters that every token passes through, embeddings and head aside."""
+    experts: int
+    """Parameters of all experts of all layers; 0 in a dense model."""
+    chosen: float
+    """Part of the experts that one token passes through."""
+    head: int
+    """Parameters of the output projection."""
+    wide: int
+    """Values a token that kernels between the matrices move, in widths that a machine splits."""
+    narrow: int
+    """The same in the width of the hidden state, which every GPU moves for itself."""
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> Work:
+        """From a config.json. Raises SetupError for a family whose weights nobody counted."""
+        shape = KvShape.from_config(config)
+        part = {k: v for k, v in text_part(config).items() if k != "vision_config"}
+        counted = count_parameters(part)
+        if counted is None:
+            raise SetupError(
+                f"simulating a {shape.model_type or 'model without model_type'!s:.40} is not implemented: how many "
+                "parameters it has is not known; `kvtop size list` shows models that are"
+            )
+        keys = Keys(part, "config.json")
+        hidden, layers = keys.count("hidden_size"), shape.layers
+        head = keys.count("vocab_size") * hidden
+        tied = keys.get("tie_word_embeddings", bool, False)
+        held, picked = _experts(keys)
+        idle = counted.total - counted.active
+        experts = idle * held // (held - picked) if idle else 0
+        inner = keys.count("intermediate_size") if not idle else picked * _expert_width(keys)
+        width = sum(g.layers * (g.full_values + g.values) for g in shape.groups)
+        return cls(
+            shape,
+            hidden,
+            counted.active - (1 if tied else 2) * head - (experts - idle),
+            experts,
+            picked / held if idle else 1.0,
+            head,
+            # rotary embedding reads and writes what becomes Q and K; the gate reads two halves and writes one
+            width + 3 * inner * layers,
+            # two norms with their residual: each reads two and writes two
+            8 * hidden * layers,
+        )
+
+
+class StepTime(NamedTuple):
+    """Seconds of one step by part, and what moved. total: from one step's start to the next one's."""
+
+    linear: float
+    attention: float
+    between: float
+    """Norms, rotary embedding, activation functions."""
+    exchange: float
+    """All-reduces of a machine of several GPUs."""
+    launch: float
+    sample: float
+    """Output projection and sampling."""
+    host: float
+    moved: float
+    """Bytes between memory and one GPU's cores."""
+
+    @property
+    def forward(self) -> float:
+        """What the GPU does before it samples."""
+        return self.linear + self.attention + self.between + self.exchange + self.launch
+
+    @property
+    def gpu(self) -> float:
+        """Seconds in which a kernel runs or is about to."""
+        return self.forward + self.sample
+
+    @property
+    def total(self) -> float:
+        return self.gpu + self.host
+
+
+class Cost:
+    """A decoder in a weight format (a name of sizing.BITS) and a width of KV values on a machine."""
+
+    def __init__(self, work: Work, machine: Machine, weights: str = "bf16", value_bytes: int = 2) -> None:
+        gpu, n = machine.gpu, machine.count
+        self.work, self.machine, self.weights = work, machine, weights
+        eight = weights == "fp8" and gpu.fp8 is not None
+        packed = weights in ("int4", "int8") or (weights == "fp8" and not eight)
+        self._weight_bytes = BITS[weights] / 8
+        self._read = gpu.bandwidth * n * (READ_PACKED if packed else READ_WEIGHTS)
+        self._rate = n * (GEMM_8 * (gpu.fp8 or 0) if eight else GEMM_16 * gpu.bf16)
+        # quantised models leave the output projection at 16 bits
+        self._head_bytes = work.head * 2
+        self._head_read, self._head_rate = gpu.bandwidth * n * READ_WEIGHTS, GEMM_16 * gpu.bf16 * n
+        # A KV head is held whole: with more GPUs than heads some hold the same one.
+        self._kv_gpus = min(n, work.shape.kv_heads)
+        self._kv_read = gpu.bandwidth * self._kv_gpus * READ_KV
+        self._groups = [
+            (g.layers * g.values * value_bytes, 2 * g.layers * g.full_values, g.window)
+            for g in work.shape.groups
+        ]
+        self._windowless = all(g.window is None for g in work.shape.groups)
+        self._token_kv = sum(bytes_ for bytes_, _, _ in self._groups)
+        self._pair = sum(ops for _, ops, _ in self._groups)
+        # A latent is not unfolded to decode: every head attends over the latent itself.
+        latent = work.shape.attention == "latent"
+        self._decode_pair = 4 * work.shape.heads * work.shape.values if latent else self._pair
+        self._attend = ATTEND * gpu.bf16 * n
+        self._between = 2 * (work.narrow + work.wide / n)
+        self._rest = gpu.bandwidth * READ_REST
+        self._launch = KERNELS * work.shape.layers * BOUNDARY
+        reduces = 2 * work.shape.layers if n > 1 else 0
+        self._exchange_token = reduces * 2 * (n - 1) / n * 2 * work.hidden / (gpu.link * EXCHANGE)
+        self._exchange = reduces * HOP
+
+    def step(self, rows: Iterable[tuple[int, int]], samples: int) -> StepTime:
+        """rows: (tokens before, tokens now) of each sequence; samples: rows that also sample. Nothing to do for
+        no rows is not asked."""
+        tokens = count = 0
+        decode = read = pairs = 0
+        if self._windowless:
+            for start, n in rows:
+                count += 1
+                tokens += n
+                if n == 1:
+                    decode += start + 1
+                else:
+                    read += start + n
+                    pairs += n * start + n * (n + 1) // 2
+            decode_bytes, read_bytes = decode * self._token_kv, read * self._token_kv
+            decode_ops, ops = decode * self._decode_pair, pairs * self._pair
+        else:
+            decode_bytes = read_bytes = decode_ops = ops = 0
+            for start, n in rows:
+                count += 1
+                tokens += n
+                for per_token, per_pair, window in self._groups:
+                    kv, attended = _windowed(start, n, window)
+                    if n == 1:
+                        decode_bytes += kv * per_token
+                        decode_ops += attended * per_pair
+                    else:
+                        read_bytes += kv * per_token
+                        ops += attended * per_pair
+        work = self.work
+        touched = work.dense + work.experts * (1 - (1 - work.chosen) ** tokens if work.experts else 0)
+        weight_bytes = touched * self._weight_bytes
+        multiplied = 2 * tokens * (work.dense + work.experts * work.chosen)
+        written = tokens * self._token_kv
+        between = tokens * self._between
+        sampled = samples > 0
+        return StepTime(
+            linear=max(weight_bytes / self._read, multiplied / self._rate),
+            attention=max((decode_bytes + written) / self._kv_read, decode_ops / self._attend)
+            + max(read_bytes / self._kv_read, ops / self._attend),
+            between=between / self._rest,
+            exchange=self._exchange + tokens * self._exchange_token,
+            launch=self._launch,
+            sample=sampled
+            * max(self._head_bytes / self._head_read, 2 * samples * work.head / self._head_rate),
+            host=STEP + count * PER_SEQUENCE,
+            moved=(weight_bytes + sampled * self._head_bytes) / self.machine.count
+            + (decode_bytes + read_bytes + written) / self._kv_gpus
+            + between,
+        )
+
+
+def _windowed(start: int, n: int, window: int | None) -> tuple[int, int]:
+    """Tokens whose KV is read, and (query, key) pairs, of `n` tokens after `start`."""
+    if window is None:
+        return start + n, n * start + n * (n + 1) // 2
+    short = max(0, min(n, window - start))  # queries that still see everything before them
+    pairs = short * start + short * (short + 1) // 2 + (n - short) * window
+    return min(start + n, window - 1 + n), pairs
+
+
+def _experts(keys: Keys) -> tuple[int, int]:
+    """(experts of a layer, of them a token's); (1, 1) in a dense model."""
+    held = next(
+        (keys.count(k) for k in ("n_routed_experts", "num_local_experts", "num_experts") if k in keys.values),
+        1,
+    )
+    return held, keys.count("num_experts_per_tok", 1) if held > 1 else 1
+
+
+def _expert_width(keys: Keys) -> int:
+    return int(keys.count("moe_intermediate_size", keys.count("intermediate_size")))

@@ -1,0 +1,41 @@
+"""KV sizes of any model, from its config.json: bytes a token and a block, and how many requests fit.
+
+This is the face of the room: `from engine import sizing` is what kvtop may use. Imports no torch.
+"""
+
+from engine.sizing.kv_shape import KvShape
+from engine.sizing.kv_size import (
+    BITS,
+    CONTEXTS,
+    GIB,
+    KV_DTYPES,
+    KnownModel,
+    Plan,
+    Sizing,
+    dollars_per_million,
+    find,
+    known_models,
+    load,
+    published_format,
+    waste,
+)
+from engine.sizing.weight_count import Parameters, count_parameters
+
+__all__ = [
+    "BITS",
+    "CONTEXTS",
+    "GIB",
+    "KV_DTYPES",
+    "KnownModel",
+    "KvShape",
+    "Parameters",
+    "Plan",
+    "Sizing",
+    "count_parameters",
+    "dollars_per_million",
+    "find",
+    "known_models",
+    "load",
+    "published_format",
+    "waste",
+]

@@ -1,0 +1,1 @@
+"""The application: screens, keys, and everything that Textual needs."""

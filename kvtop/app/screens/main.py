@@ -1,0 +1,400 @@
+"""MainScreen: the dashboard. Where each widget stands at which size, and how pointing at one lights the others.
+
+Owns the view (chat, ops, all), the selected block and the focus rule: a live run starts with the prompt
+focused, Esc enters key mode, i or Enter returns. Invariant: at any size, down to 1 x 1, something
+sensible is shown and nothing raises.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from itertools import islice
+from typing import TYPE_CHECKING, ClassVar, Self
+
+from rich.text import Text
+from textual import events, on
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import Horizontal, Vertical
+from textual.geometry import Region
+from textual.screen import Screen
+from textual.widget import Widget
+from textual.widgets import Label
+
+from kvtop.app.screens.compositor import FrameCompositor
+from kvtop.options import View
+from kvtop.paint.motion import Motion
+from kvtop.state import lookup
+from kvtop.text import cut
+from kvtop.widgets.bars.caption import Caption
+from kvtop.widgets.bars.header import Header
+from kvtop.widgets.bars.hint import Hint, KeyLine
+from kvtop.widgets.bars.step_line import StepLine
+from kvtop.widgets.base import story
+from kvtop.widgets.base.lines import Kept, Lines
+from kvtop.widgets.base.panel import Panel, Scrolling
+from kvtop.widgets.chat.chat import Chat
+from kvtop.widgets.chat.lookup_strip import LookupStrip
+from kvtop.widgets.chat.prompt import Prompt
+from kvtop.widgets.map.block_detail import BlockDetail
+from kvtop.widgets.map.block_map import BlockMap
+from kvtop.widgets.ops.budget import BudgetPanel
+from kvtop.widgets.ops.device import DevicePanel
+from kvtop.widgets.ops.event_log import EventLogPanel
+from kvtop.widgets.ops.evictions import EvictionsPanel
+from kvtop.widgets.ops.hash_table import HashTablePanel
+from kvtop.widgets.ops.kernels import KernelsPanel
+from kvtop.widgets.ops.latency import ItlPanel, TtftPanel
+from kvtop.widgets.ops.log_panel import LogPanel
+from kvtop.widgets.ops.memory import MemoryPanel
+from kvtop.widgets.ops.prefix_cache import PrefixCachePanel
+from kvtop.widgets.ops.queues import QueuesPanel
+from kvtop.widgets.ops.throughput import ThroughputPanel
+
+if TYPE_CHECKING:
+    from kvtop.state.dashboard import DashboardState
+
+
+TOLD = 2.5
+"""Seconds that the line under the map tells of an eviction."""
+
+
+class Row(Kept, Horizontal):
+    """Widgets side by side."""
+
+
+class Column(Kept, Vertical):
+    """Widgets one above the other."""
+
+
+class Box(Column):
+    """A frame around one widget; the frame's title is the widget's."""
+
+    def __init__(self, widget: Lines, *, id: str) -> None:
+        super().__init__(widget, id=id, classes="box")
+        self.widget = widget
+        self._title = self._below = ""
+        self._row: int | None = None
+        """The only one that differs, while a title changes."""
+
+    def retitle(self, below: str = "") -> list[Region]:
+        """Take the widget's title over, and put `below` into the lower edge. Returns the rows of the frame
+        that differ, in the screen's coordinates."""
+        title = str(getattr(self.widget, "title", None) or getattr(self.widget, "TITLE", ""))
+        if title == self._title and below == self._below:
+            return []
+        x, y, width, height = self.region
+        rows = []
+        # As Text, since a string would be read as markup, and titles hold foreign names.
+        if title != self._title:
+            self._title, self._row = title, 0
+            self.border_title = Text(title)
+            rows.append(Region(x, y, width, 1))
+        if below != self._below:
+            self._below, self._row = below, max(0, height - 1)
+            self.border_subtitle = Text(below)
+            rows.append(Region(x, y + self._row, width, 1))
+        self._row = None
+        return [row for row in rows if row]
+
+    def refresh(
+        self, *regions: Region, repaint: bool = True, layout: bool = False, recompose: bool = False
+    ) -> Self:
+        """A new title is no reason to draw what stands in the frame."""
+        if self._row is not None:
+            regions = (Region(0, self._row, self.outer_size.width, 1).translate(-self.content_offset),)
+        return super().refresh(*regions, repaint=repaint, layout=layout, recompose=recompose)
+
+
+class MainScreen(Kept, Screen[None]):
+    """`paint` shows a state; `selected` is the block whose details are shown."""
+
+    AUTO_FOCUS = None
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("escape", "back", "Key mode, then nothing selected", id="back", priority=True),
+        Binding("i,enter", "app.ask", "Type a prompt", id="ask"),
+    ]
+
+    def __init__(self, state: DashboardState, motion: Motion, captured: Sequence[str], *, live: bool) -> None:
+        super().__init__()
+        self._compositor = FrameCompositor()
+        self.state = state
+        self.motion = motion
+        self.live = live
+        """There is an engine that takes prompts."""
+        self.view: View = "chat"
+        self.selected: int | None = None
+        self.header, self.step_line = Header(id="header"), StepLine(id="step")
+        self.chat, self.map = Chat(id="chat"), BlockMap(motion, id="map")
+        self.chat_box = Box(self.chat, id="chat-box")
+        self.map_box = Box(self.map, id="map-box")
+        self.strip, self.detail = LookupStrip(motion, id="strip"), BlockDetail(id="detail")
+        self.caption, self.prompt = Caption(id="caption"), Prompt(id="prompt")
+        self.queues = QueuesPanel()
+        self.hint, self.key_line = Hint(id="hint"), KeyLine(id="keys")
+        self.log_panel = LogPanel(captured, id="log")
+        self._hovered: frozenset[int] = frozenset()
+        self._pointed: list[int] = []
+        """Blocks under the mouse, in order."""
+        self._lines: list[Lines] = []
+        self._boxes: list[Box] = []
+        self._periods: dict[Lines, float] = {}
+        self._in_view: list[Lines] | None = None
+        """Those of `_lines` that the layout shows; None until it is asked."""
+        self._moved_at = float("-inf")
+        """Wall clock of the first frame that showed the present state."""
+        self._seen: tuple[object, ...] = ()
+        self._painted_at = float("-inf")
+
+    # ------------------------------------------------------------------------------- structure
+
+    def compose(self) -> ComposeResult:
+        """Containers for all views; the stylesheet shows those of the current one."""
+        yield self.header
+        with Row(id="top"):
+            with Column(id="left"):
+                yield self.chat_box
+                yield Box(self.detail, id="detail-box")
+            yield self.map_box
+            with Column(id="side"):
+                yield Box(self.queues, id="queues-box")
+                yield Box(MemoryPanel(), id="memory-box")
+                yield Box(BudgetPanel(), id="budget-box")
+                yield Box(KernelsPanel(), id="kernels-box")
+        yield Box(self.strip, id="strip-box")
+        with Row(id="graphs"):
+            for panel, name in ((TtftPanel, "ttft"), (ItlPanel, "itl"), (ThroughputPanel, "throughput")):
+                yield Box(panel(), id=f"{name}-box")
+            # in place of the one beside the map where that has no row to spare
+            yield Box(MemoryPanel(), id="memory-low-box")
+            yield Box(DevicePanel(), id="device-box")
+        with Row(id="tables"):
+            yield Box(PrefixCachePanel(), id="cache-box")
+            yield Box(HashTablePanel(), id="table-box")
+            yield Box(EvictionsPanel(), id="evictions-box")
+            yield Box(EventLogPanel(), id="events-box")
+        yield Box(self.log_panel, id="log-box")
+        yield self.caption
+        yield self.step_line
+        with Row(id="ask"):
+            yield Label("›", id="mark")
+            yield self.prompt
+        yield self.hint
+        yield self.key_line
+
+    def on_mount(self) -> None:
+        """Start in the mode that fits the source."""
+        self._lines, self._boxes = list(self.query(Lines)), list(self.query(Box))
+        self._periods = {widget: _period(widget) for widget in self._lines}
+        self.screen_layout_refresh_signal.subscribe(self, self._forget_view, immediate=True)
+        self.set_class(not self.live, "-replay")
+        self.show_view(self.view)
+        self.fit_terminal(*self.app.size)
+        if self.live:
+            self.prompt.focus()
+        else:
+            self.prompt.disabled = True
+            self.map.focus()
+
+    # --------------------------------------------------------------------------------- layout
+
+    def on_resize(self, event: events.Resize) -> None:
+        """The terminal's size decides what stands where."""
+        self.fit_terminal(*event.size)
+
+    def fit_terminal(self, width: int, height: int) -> None:
+        """Set the classes that the stylesheet goes by."""
+        tiny = height < 20 or width < 60
+        side = not tiny and width >= 100
+        flags = {
+            "-tiny": tiny,
+            "-side": side,
+            "-stack": not tiny and not side,
+            "-broad": side and width >= 140,
+            "-narrower": width < 140,
+            "-deep": side and height >= 38,
+            "-tall": side and height >= 60,
+            "-roomy": height >= 32,
+            "-talk": height >= 28,
+            "-low": height < 44,
+            "-short": height < 34,
+            "-flat": tiny and height < 8,
+            "-line": tiny and height < 3,
+        }
+        for name, on_ in flags.items():
+            self.set_class(on_, name)
+
+    def show_view(self, view: View) -> None:
+        """Switch between chat, ops and all."""
+        self.view = view
+        for name in ("chat", "ops", "all"):
+            self.set_class(name == view, f"-{name}")
+
+    def toggle_logs(self) -> None:
+        """Show or hide what was printed."""
+        self.toggle_class("-logs")
+
+    # ------------------------------------------------------------------------------- painting
+
+    def paint(self, state: DashboardState, now: float, wall: float, every: bool) -> bool:
+        """Paint the widgets that are on the screen: those whose period is over at `wall`, or `every`
+        one. Returns True if some still owe a frame."""
+        self.set_class(state.profile is not None, "-profiled")
+        seen = (id(state), state.generation, state.seq)
+        if seen != self._seen:
+            self._seen, self._moved_at = seen, wall
+        in_view = self.in_view
+        due = in_view if every else self._due(in_view, wall)
+        changed: list[Region] = []
+        for widget in due:
+            changed += widget.paint_into(state, now)
+            widget.stale, widget.painted_at = False, wall
+        self._painted_at = wall
+        told = self._pointed_at(state) or self._just_happened(state, now)
+        for box in self._boxes:
+            changed += box.retitle(told if box is self.map_box else "")
+        if changed:
+            # Not by `refresh`: a screen that has to be drawn takes itself for all that is dirty, and where
+            # the prompt's cursor went at the same moment would not be drawn.
+            self._set_dirty(*changed)
+            self._dirty_widgets.add(self)
+            self.check_idle()
+        return any(widget.painted_at < self._moved_at for widget in in_view)
+
+    def _due(self, in_view: Sequence[Lines], wall: float) -> list[Lines]:
+        """Who is painted now. Of those whose period is over only as many as come due in a frame on average,
+        who shows an older state and waits longest first: all at once would make every second frame a long
+        one. Nobody waits for another period."""
+        since = wall - self._painted_at
+        due: list[Lines] = []
+        waiting: list[tuple[bool, float, int]] = []
+        share = 0.0
+        for n, widget in enumerate(in_view):
+            period, age = self._periods[widget], wall - widget.painted_at
+            if widget.stale or age >= 2 * period:
+                due.append(widget)
+                continue
+            share += min(1.0, since / period)
+            if age >= period:
+                waiting.append((widget.painted_at >= self._moved_at, widget.painted_at + period, n))
+        waiting.sort()
+        return due + [in_view[n] for _, _, n in waiting[: math.ceil(share - 1e-6)]]
+
+    @property
+    def in_view(self) -> list[Lines]:
+        """The painted widgets that the layout shows."""
+        if self._in_view is None:
+            self._in_view = [widget for widget in self._lines if _shown(widget)]
+        return self._in_view
+
+    def _forget_view(self, _screen: Screen[None]) -> None:
+        self._in_view = None
+
+    @property
+    def stale(self) -> bool:
+        """Some widget asked for a frame."""
+        return any(widget.stale for widget in self.in_view)
+
+    # ----------------------------------------------------------------------- focus and key mode
+
+    @property
+    def typing(self) -> bool:
+        """Letters go into the prompt."""
+        return self.focused is self.prompt
+
+    def on_descendant_focus(self) -> None:
+        """The last line tells the keys of the mode, also while nothing else moves."""
+        self.key_line.wake()
+
+    def on_descendant_blur(self) -> None:
+        """As above: nothing may be focused next."""
+        self.key_line.wake()
+
+    def action_back(self) -> None:
+        """Out of the prompt; then out of the selection."""
+        if self.typing:
+            target = next((w for w in (self.map, self.strip, self.chat) if _shown(w)), None)
+            self.set_focus(target)
+        elif self.selected is not None:
+            self.select(None)
+
+    # ------------------------------------------------------------------------------------ link
+
+    def select(self, block: int | None) -> None:
+        """Show this block's details and light it up everywhere."""
+        self.selected = self.map.selected = self.detail.block = block
+        self.set_class(block is not None, "-selected")
+        self._hovered = frozenset()
+        self._relink()
+
+    def _relink(self) -> None:
+        ids = self._hovered or (frozenset() if self.selected is None else frozenset({self.selected}))
+        for widget in (self.map, self.strip, self.chat):
+            if widget.link != ids:
+                widget.set_link(ids)
+                widget.wake()
+        self.detail.wake()
+
+    def _point(self, ids: Iterable[int], clicked: bool) -> None:
+        blocks = [b for b in ids if 0 < b < self.state.num_blocks]
+        if clicked and blocks:
+            self.select(blocks[0])
+        hovered = frozenset() if clicked else frozenset(blocks)
+        if hovered != self._hovered or clicked:
+            self._hovered = hovered
+            self._relink()
+        if blocks != self._pointed:
+            self._pointed = blocks
+            self.map.wake()
+
+    def _pointed_at(self, state: DashboardState) -> str:
+        """For the line under the map: what is pointed at."""
+        blocks = [b for b in (self._pointed or ()) if b < state.num_blocks]
+        if not blocks and self.selected is not None and self.selected < state.num_blocks:
+            blocks = [self.selected]
+        if not blocks:
+            return ""
+        if len(blocks) > 1:
+            return f"blocks {blocks[0]:,} to {blocks[-1]:,}"
+        info = state.block(blocks[0])
+        refs = f"{info.ref} ref{'s' * (info.ref != 1)}"
+        return f"block {info.id:,} · {info.state.name.lower()} · {refs} · read {info.hits}×"
+
+    def _just_happened(self, state: DashboardState, now: float) -> str:
+        """For the same line: what was just copied or evicted."""
+        copies = self.motion.copies
+        if copies:
+            return "copied " + ", ".join(f"{src}→{dst}" for src, dst in copies[-3:])
+        for moment in islice(reversed(state.moments), 64):
+            if now - moment.t > TOLD:
+                break
+            if moment.kind == "evicted":
+                room = max(20, self.map_box.size.width - 6)
+                return cut(story.tell(state, story.fold([moment])[0], room), room)
+        return ""
+
+    @on(BlockMap.Pointed)
+    def _map_pointed(self, event: BlockMap.Pointed) -> None:
+        self._point(event.ids, event.clicked)
+
+    @on(LookupStrip.Pointed)
+    @on(Chat.Pointed)
+    def _text_pointed(self, event: LookupStrip.Pointed | Chat.Pointed) -> None:
+        view = self.state.requests.get(event.request_id)
+        if view is not None:
+            self._point(lookup.physical(lookup.table_of(self.state, view), event.indices), event.clicked)
+            if event.clicked and isinstance(event, Chat.Pointed):
+                self.strip.picked = event.request_id
+
+
+def _period(widget: Lines) -> float:
+    """Graphs five times a second, lists every 0.4 s: nobody reads figures faster, and on a CPU each frame is
+    taken from the engine."""
+    if isinstance(widget, Panel):
+        return 0.4 if isinstance(widget, Scrolling) else 0.2
+    return widget.PERIOD
+
+
+def _shown(widget: Widget) -> bool:
+    return all(node.display for node in widget.ancestors_with_self if isinstance(node, Widget))

@@ -1,0 +1,1 @@
+"""What is painted with: colours, themes, motion, and the layout of the map."""

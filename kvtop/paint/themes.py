@@ -1,0 +1,170 @@
+"""Themes: TOML files turned into Textual themes, and the Palette from which widgets take their styles.
+
+Owns every colour on the screen. A file gives Textual's own colours plus kvtop's names for block states, marks
+and graphs; a name that it leaves out comes from the default theme of the same lightness. Any theme works,
+also Textual's built-in ones and a user's; a wrong file is one line with its name, line and key.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from textual.color import Color, ColorParseError
+from textual.theme import BUILTIN_THEMES, Theme
+
+from engine import SetupError
+from kvtop.paint.palette import GROUPS, VARIABLES, Palette
+from kvtop.settings import config_folder, data_folder, read_toml, wrong
+from kvtop.text import cut, safe_text
+
+DEFAULT = "kvtop-dark"
+"""Also the source of what a dark theme leaves out; `kvtop-light` is that of the light ones."""
+
+_ORDER = (DEFAULT, "kvtop-light", "mono", "ansi")
+"""In which themes are listed and switched; others follow by name."""
+
+_COLOURS = (
+    *("primary", "secondary", "accent", "foreground", "background", "surface", "panel", "boost"),
+    *("warning", "error", "success"),
+)
+_TOP: dict[str, type] = {"name": str, "dark": bool, "ansi": bool, "author": str, "description": str}
+_TABLES = ("colors", *GROUPS, "variables")
+Fail = Callable[[str, str, str], SetupError]
+"""(table, key, what is wrong) to the error."""
+
+_STYLE_WORDS = frozenset("none not bold b italic i underline u reverse dim strike".split())
+
+
+def default_name(no_color: bool) -> str:
+    """Theme of a start without --theme. Under NO_COLOR the terminal's own background stays."""
+    return "ansi" if no_color else DEFAULT
+
+
+def user_folder() -> Path:
+    """Where a user's own themes lie."""
+    return config_folder() / "themes"
+
+
+def load(path: Path) -> Theme:
+    """The theme in a file. Raises SetupError: file, line, key and what is wrong."""
+    document, text = read_toml(path)
+
+    def fail(table: str, key: str, what: str) -> SetupError:
+        return wrong(path, text, table, key, what)
+
+    for key, value in document.items():
+        if key in _TABLES:
+            if not isinstance(value, dict):
+                raise fail("", key, f"must be a table: [{key}]")
+        elif key not in _TOP:
+            raise fail("", key, f"unknown; there are {_list((*_TOP, *_TABLES))}")
+        elif type(value) is not _TOP[key]:
+            raise fail("", key, "must be true or false" if _TOP[key] is bool else "must be text in quotes")
+    name = document.get("name", path.stem)
+    if not re.fullmatch(r"[\w.-]{1,40}", name):
+        raise fail("", "name", "must be letters, digits, dots and dashes, at most 40")
+
+    colours: dict[str, Any] = _colours(document.get("colors", {}), "colors", _COLOURS, fail)
+    if "primary" not in colours:
+        raise fail("colors", "primary", "is missing; every theme needs it")
+    dark, ansi = document.get("dark", True), document.get("ansi", False)
+    # Textual's widgets refer to variables that only its own two native themes define.
+    variables = dict(BUILTIN_THEMES["ansi-dark" if dark else "ansi-light"].variables) if ansi else {}
+    for table, (prefix, keys) in GROUPS.items():
+        found = _colours(document.get(table, {}), table, keys, fail)
+        variables |= {f"{prefix}-{key}": value for key, value in found.items()}
+    for key, value in document.get("variables", {}).items():
+        if not re.fullmatch(r"[a-z][a-z0-9-]*", key) or not _is_css(value):
+            raise fail("variables", key, "must be a Textual variable with a colour or text style in quotes")
+        variables[key] = value
+    return Theme(name=name, dark=dark, ansi=ansi, variables=variables, **colours)
+
+
+def _colours(table: dict[str, Any], name: str, keys: Iterable[str], fail: Fail) -> dict[str, str]:
+    for key, value in table.items():
+        if key not in keys:
+            raise fail(name, key, f"unknown; there are {_list(keys)}")
+        colour = _parse(value)
+        if colour is None or colour.a != 1:
+            shown = cut(safe_text(repr(value)), 30)
+            raise fail(name, key, f"{shown} is no colour; write '#rrggbb' or 'ansi_bright_blue'")
+    return dict(table)
+
+
+def _parse(value: object) -> Color | None:
+    try:
+        return Color.parse(value) if isinstance(value, str) else None
+    except ColorParseError:
+        return None
+
+
+def _is_css(value: object) -> bool:
+    """A colour, perhaps with a percentage, or text styles: all that a theme variable may hold."""
+    if not isinstance(value, str) or not value.split():
+        return False
+    first, *rest = value.split()
+    if first == "auto" or _parse(first) is not None:
+        return not rest or (len(rest) == 1 and re.fullmatch(r"\d{1,3}%", rest[0]) is not None)
+    return _parse(value) is not None or set(value.split()) <= _STYLE_WORDS
+
+
+def _list(names: Iterable[str]) -> str:
+    return ", ".join(names)
+
+
+def all_themes() -> tuple[list[Theme], list[str]]:
+    """Packaged themes, then the user's (one of the same name takes the place of a packaged one), and a
+    line for each of the user's files that cannot be used."""
+    themes = {theme.name: theme for theme in _packaged()}
+    problems = []
+    for path in sorted(user_folder().glob("*.toml")):
+        try:
+            theme = load(path)
+        except SetupError as error:
+            problems.append(str(error))
+        else:
+            themes[theme.name] = theme
+    return list(themes.values()), problems
+
+
+def find(name: str) -> Theme:
+    """The theme of `--theme NAME|FILE`: a .toml file, else a user's, a packaged or one of Textual's."""
+    if name.endswith(".toml"):
+        return load(Path(name).expanduser())
+    own = user_folder() / f"{name}.toml"
+    if Path(name).name == name and own.is_file():
+        return load(own)  # asked for by name, its fault is an error and not a notice
+    themes, _problems = all_themes()
+    named = {theme.name: theme for theme in themes}
+    theme = named.get(name) or BUILTIN_THEMES.get(name)
+    if theme is None:
+        shown = cut(safe_text(name), 40)
+        raise SetupError(cut(f"no theme {shown}; there are {_list(named)}, or give a .toml file", 200))
+    return theme
+
+
+def defaults(dark: bool) -> dict[str, str]:
+    """kvtop's variables for a theme that does not have them (App.get_theme_variable_defaults)."""
+    wanted = DEFAULT if dark else "kvtop-light"
+    return next(dict(theme.variables) for theme in _packaged() if theme.name == wanted)
+
+
+def palette(theme: Theme, no_color: bool = False) -> Palette:
+    """Styles for a theme, Textual's own included; no_color: App.no_color."""
+    variables = defaults(theme.dark) | theme.to_color_system().generate() | theme.variables
+    return Palette(theme.name, theme.dark, theme.ansi, variables, no_color)
+
+
+@lru_cache(1)
+def _packaged() -> tuple[Theme, ...]:
+    files = data_folder("themes").glob("*.toml")
+    rank = {name: place for place, name in enumerate(_ORDER)}
+    themes = tuple(load(path) for path in sorted(files, key=lambda p: (rank.get(p.stem, len(rank)), p.stem)))
+    complete = {theme.name for theme in themes if set(VARIABLES) <= set(theme.variables)}
+    if not {DEFAULT, "kvtop-light"} <= complete:
+        raise SetupError("the themes are missing from this installation; install kvtop-tui again")
+    return themes

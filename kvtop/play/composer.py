@@ -1,0 +1,242 @@
+"""Asking: what the prompt sends, in which conversation, and what the next Enter will do.
+
+Owns the current conversation and the place among the five examples. Typed prompts continue the latest typed
+conversation, or an example's page while that is the one attached; an example starts a conversation for each
+of its prompts. Invariants: an example is sent only after the one before it has finished, so each shows what
+it is there to show however fast Enter is pressed; what the hint claims is true of the state.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from engine import SamplingParams
+
+if TYPE_CHECKING:
+    from engine import Engine
+    from kvtop.play.examples import Example
+    from kvtop.state.dashboard import DashboardState
+
+NEARLY_FULL = 0.9
+"""Share of the context from which on the hint recommends a new conversation."""
+
+
+def branching(text: str, params: SamplingParams) -> tuple[str, SamplingParams] | None:
+    """`/n 4 question` and `/beam 4 question` -> the question and its params; without a question they are for
+    all that follow. None for any other text. Raises ValueError with one line for a number that cannot be."""
+    found = re.fullmatch(r"/(n|beam)(?:\s+(\S+)(?:\s+(.*))?)?", text, re.DOTALL)
+    if found is None:
+        return None
+    name, number, question = found[1], found[2] or "", (found[3] or "").strip()
+    if not re.fullmatch(r"[0-9]{1,6}", number):
+        raise ValueError(f"/{name} needs a number")
+    if name == "n":
+        return question, replace(params, n=int(number), beam_width=1)
+    return question, replace(params, n=1, beam_width=int(number))
+
+
+@dataclass(frozen=True, slots=True)
+class NextEnter:
+    """What Enter does now, and why that is worth seeing."""
+
+    says: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A prompt that was sent and has not arrived yet. after: the turn of its conversation before it."""
+
+    request_id: int
+    text: str
+    after: int | None
+
+
+class Asker:
+    """The prompt's side of an engine. `tick` after every application of batches."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        state: DashboardState,
+        *,
+        examples: Sequence[Example] = (),
+        params: SamplingParams | None = None,
+        system: str | None = None,
+        system_name: str = "",
+        salt: str | None = None,
+    ) -> None:
+        self.engine = engine
+        self.state = state
+        self.examples = tuple(examples)
+        self.params = params or SamplingParams()
+        self.system, self.system_name, self.salt = system, system_name, salt
+        self.conversation: int | None = None
+        """What a typed prompt continues; None: it starts anew."""
+        self.attached = system_name
+        """Name of the page that conversation is about."""
+        self.anew = False
+        """A new conversation was asked for and has no prompt yet."""
+        self.place = 0
+        """Examples sent so far."""
+        self._typed: tuple[int | None, str] = (None, system_name)
+        """The latest typed conversation and its page."""
+        self._pending = 0
+        self._running: list[int] = []
+        self._seen = ""
+        self._held: dict[int, Held] = {}
+        self._latest: dict[int, int] = {}
+        """Latest request of each conversation."""
+        self._asked: dict[tuple[str, str], int] = {}
+        """Latest request of each example's prompt, by page and text."""
+
+    def send(self, text: str) -> None:
+        """A typed prompt: the next turn of the current conversation, or an example for an empty one."""
+        if not text:
+            self._pending = min(self._pending + 1, len(self.examples) or 0)
+            self.tick()
+            return
+        try:
+            command = branching(text, self.params)
+        except ValueError:  # the hint has told what is wrong
+            return
+        text, params = command or (text, self.params)
+        if not text:
+            self.params = params
+            return
+        if self.conversation is None:
+            self.conversation = self.engine.new_conversation(self.system, self.system_name)
+        self._submit(text, params, self.conversation, self.salt)
+        self.anew = False
+        self._typed = self.conversation, self.attached
+
+    def new_conversation(self) -> None:
+        """The next typed prompt starts anew, with --system's text if there is one."""
+        self.conversation, self.attached, self.anew = None, self.system_name, True
+
+    @property
+    def busy(self) -> bool:
+        """A request of the last example is not finished yet."""
+        views = (self.state.requests.get(rid) for rid in self._running)
+        return any(view is None or view.phase != "finished" for view in views)
+
+    def held(self, shown: DashboardState) -> list[Held]:
+        """Prompts that were sent and have not arrived in `shown`, which may stand still, in the order of asking."""
+        for rid in [rid for rid in self._held if rid in shown.requests]:
+            del self._held[rid]
+        return list(self._held.values())
+
+    def tick(self) -> None:
+        """Send an example that was asked for, once the one before has finished."""
+        if self._pending and not self.busy and self.state.started is not None:
+            self._pending -= 1
+            self._send_example()
+
+    def _submit(self, text: str, params: SamplingParams, conversation: int, salt: str | None = None) -> int:
+        rid = self.engine.submit(text, params, conversation=conversation, salt=salt)
+        self._held[rid] = Held(rid, text, self._latest.get(conversation))
+        self._latest[conversation] = rid
+        return rid
+
+    def _send_example(self) -> None:
+        example = self.examples[self.place % len(self.examples)]
+        self._seen = example.seen if self._why(example) == example.why else ""
+        self.place += 1
+        self._running = []
+        for prompt in example.prompts:
+            conversation = self.engine.new_conversation(prompt.system, prompt.system_name)
+            params = replace(self.params, max_tokens=prompt.max_tokens, temperature=0.0)
+            rid = self._submit(prompt.text, params, conversation)
+            self._running.append(rid)
+            self._asked[prompt.system, prompt.text] = rid
+        if len(example.prompts) == 1:
+            self.conversation, self.attached = conversation, example.prompts[0].system_name
+        else:
+            self.conversation, self.attached = self._typed
+        self.anew = False
+
+    # ---------------------------------------------------------------------------------- the hint
+
+    def next_enter(self, text: str) -> NextEnter:
+        """For the hint; `text` is what the prompt holds."""
+        if self.state.started is None:
+            return NextEnter("the engine is loading; what you send is answered then", "")
+        if text:
+            return self._command_next(text) or self._typed_next()
+        if not self.examples:
+            return NextEnter("type a prompt and press Enter", "")
+        total = len(self.examples)
+        if self._pending:
+            return NextEnter(f"example {self.place % total + 1} follows when this one is done", self._seen)
+        if self.busy and self._seen:
+            return NextEnter(f"example {(self.place - 1) % total + 1}: {self._seen}", "")
+        example = self.examples[self.place % total]
+        number = self.place % total + 1
+        again = "again " if self.place >= total else ""
+        says = f"Enter sends example {number} of {total} {again}".rstrip() + f": {example.title}"
+        return NextEnter(says, self._why(example))
+
+    def _command_next(self, text: str) -> NextEnter | None:
+        """What `/n 4 question` will do."""
+        try:
+            command = branching(text, self.params)
+        except ValueError as error:
+            return NextEnter(
+                str(error), "/n 4 question asks for 4 samples, /beam 4 question for a beam search"
+            )
+        if command is None:
+            return None
+        question, params = command
+        if params.beam_width > 1:
+            what, why = f"searches with {params.beam_width} beams", "beams share blocks until they differ"
+        elif params.n > 1:
+            what, why = (
+                f"asks for {params.n} samples",
+                "they share the prompt's blocks; a writer copies first",
+            )
+        else:
+            what, why = "asks for one answer", ""
+        return NextEnter(f"Enter {what}" + ("" if question else ", from the next question on"), why)
+
+    def _typed_next(self) -> NextEnter:
+        if self.conversation is None:
+            return NextEnter(
+                "Enter starts a new conversation" if self.anew else "Enter starts a conversation", ""
+            )
+        view = self.state.requests.get(self._latest[self.conversation])
+        if view is not None and self.state.started is not None:
+            limit = self.state.started.max_model_len
+            tokens = view.prompt_tokens + view.num_output
+            full = f"{tokens:,} of the context's {limit:,} tokens are taken"
+            if view.finish_reason == "refused":
+                return NextEnter("this conversation is full · ctrl+n starts a new one", view.error or "")
+            if tokens > NEARLY_FULL * limit:
+                return NextEnter("this conversation is nearly full · ctrl+n starts a new one", full)
+        if self.conversation != self._typed[0] and self.attached:
+            return NextEnter(f"Enter continues {self.attached} · ctrl+n starts anew", "")
+        about = f" about {self.attached}" if self.attached else ""
+        return NextEnter(f"Enter goes on with this conversation{about}", "ctrl+n starts a new one")
+
+    def _why(self, example: Example) -> str:
+        """The example's own reason, or what the state says where that would not be true."""
+        state = self.state
+        views = [state.requests.get(self._asked.get((p.system, p.text), 0)) for p in example.prompts]
+        hashes = {h for view in views if view is not None for h in view.lookup_hashes}
+        if not hashes:
+            others = [v for rid in self._asked.values() if (v := state.requests.get(rid)) is not None]
+            if len(example.prompts) > 1 and others and state.block_size:
+                # Pages are alike in length: so many blocks as the largest so far.
+                need = len(example.prompts) * max(-(-v.prompt_tokens // state.block_size) for v in others)
+                if need <= state.blocks_until_eviction:
+                    return "they fit into the blocks that are free: nothing has to be evicted"
+            return example.why
+        cached, total = sum(bool(state.find(h)) for h in hashes), len(hashes)
+        if cached == total:
+            return f"all its {total:,} full blocks are cached: they are read, and only the end is computed"
+        if cached:
+            return f"{cached:,} of its {total:,} full blocks are still cached; the others were evicted"
+        first = self.place < len(self.examples)
+        return example.why if first else "its blocks were evicted since: all of it is computed again"

@@ -1,0 +1,148 @@
+"""verify: is a recording whole and true?
+
+Owns the frame: the numbering of batches and events, the clock, what a stream begins and ends with, and the
+report. What events mean is checked by Audit, the pool's transitions by PoolMirror. A violation is one line
+that names the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from engine import events as ev
+from kvtop.record.audit import Audit, Broken, broken
+from kvtop.record.recording import RecordingError, read
+
+MOST_VIOLATIONS = 100
+"""Violations kept; one missing event may break many laws after it."""
+SHOWN_VIOLATIONS = 5
+"""Violations told to people."""
+
+
+@dataclass(slots=True)
+class Report:
+    """ok: nothing was violated. notes: what could not be checked in this recording."""
+
+    ok: bool = True
+    batches: int = 0
+    snapshots: int = 0
+    violations: list[str] = field(default_factory=list)
+    """The first MOST_VIOLATIONS."""
+    found: int = 0
+    """All of them."""
+    notes: list[str] = field(default_factory=list)
+
+    def lines(self) -> list[str]:
+        """For people: the first violations, which the others mostly follow from, the notes, and the sum."""
+        shown = self.violations[:SHOWN_VIOLATIONS]
+        more = self.found - len(shown)
+        rest = (
+            [f"… and {more:,} more, most of them because of the first (--json tells {MOST_VIOLATIONS})"]
+            if more
+            else []
+        )
+        verdict = "ok" if self.ok else f"{self.found:,} violation{'s' * (self.found != 1)}"
+        sums = f"{verdict}: {self.batches:,} batches, {self.snapshots:,} snapshots"
+        return [*shown, *rest, *self.notes, sums]
+
+    def as_dict(self) -> dict[str, Any]:
+        """The object of `kvtop verify --json`."""
+        out = {n: getattr(self, n) for n in ("ok", "batches", "snapshots", "found", "violations")}
+        return out | ({"notes": self.notes} if self.notes else {})
+
+
+def verify(path: str | Path) -> Report:
+    """Check a file. Raises RecordingError if it is no recording at all; damage further on is a violation."""
+    return verify_batches(read(path))
+
+
+def verify_batches(batches: Iterable[ev.StepBatch]) -> Report:
+    """Check a stream."""
+    frame = _Frame()
+    try:
+        for batch in batches:
+            frame.take(batch)
+    except RecordingError as error:
+        if error.line < 2:
+            raise
+        frame.say(str(error))
+    frame.close()
+    return frame.report
+
+
+class _Frame:
+    def __init__(self) -> None:
+        self.report = Report()
+        self._t = 0.0
+        self._events = 0
+        self._audit: Audit | None = None
+        self._starts = 0
+        self._stopped = False
+        self._unknown: dict[str, int] = {}
+
+    def say(self, text: str, batch: int | None = None, event: str = "") -> None:
+        self.report.ok = False
+        where = "" if batch is None else f"batch {batch}: " + (f"{event}: " if event else "")
+        self.report.found += 1
+        if self.report.found <= MOST_VIOLATIONS:
+            self.report.violations.append((where + text)[:300])
+
+    def take(self, batch: ev.StepBatch) -> None:
+        n = batch.seq
+        if n != self.report.batches:
+            self.say(f"seq is {n}, expected {self.report.batches}", n)
+        if batch.first_event != self._events:
+            self.say(f"first_event is {batch.first_event}, expected {self._events}", n)
+        if not batch.t >= self._t:
+            self.say(f"t went back from {self._t} to {batch.t}", n)
+        if not batch.events:
+            self.say("a batch without events", n)
+        # Count as seen, not as told: one gap is one violation.
+        self.report.batches = n + 1
+        self._events = batch.first_event + len(batch.events)
+        self._t = batch.t
+        for place, e in enumerate(batch.events):
+            self._frame_event(n, e, is_last=place == len(batch.events) - 1)
+        if self._audit is not None:
+            for name, text in broken(self._audit, batch.events, batch.step):
+                self.say(text, n, name)
+
+    def _frame_event(self, n: int, e: Any, *, is_last: bool) -> None:
+        kind = type(e)
+        if self._stopped:
+            self.say(f"{kind.__name__} after EngineStopped", n)
+        if kind is ev.EngineStarted:
+            self._starts += 1
+            if self._audit is None:
+                try:
+                    self._audit = Audit(e)
+                except Broken as error:
+                    self.say(str(error), n, "EngineStarted")
+                if e.hash_seed is None:
+                    self.report.notes.append("redacted: hashes and tokens were not recomputed")
+        elif kind is ev.EngineStopped:
+            self._stopped = True
+        elif kind is ev.PoolSnapshot:
+            self.report.snapshots += 1
+            if not is_last:
+                self.say("a PoolSnapshot that is not the last event of its batch", n)
+        elif kind is ev.UnknownEvent:
+            self._unknown[e.type] = self._unknown.get(e.type, 0) + 1
+        if not self._starts and kind not in (ev.ModelLoading, ev.EngineStopped, ev.EngineError):
+            self.say(f"{kind.__name__} before EngineStarted", n)
+
+    def close(self) -> None:
+        if self._starts != 1:
+            self.say(f"{self._starts} EngineStarted, expected exactly one")
+        if not self._stopped:
+            self.say("truncated: the recording does not end with EngineStopped")
+        if self._audit is not None:
+            try:
+                self._audit.close()
+            except Broken as error:
+                self.say(str(error))
+        for name, count in self._unknown.items():
+            self.report.notes.append(f"{count} events of the unknown type {name[:40]} were skipped")

@@ -1,0 +1,1 @@
+"""The one-line widgets: header, step line, hint, caption."""

@@ -1,0 +1,1 @@
+"""What all widgets are made of: painted lines, panels, tables, graphs."""

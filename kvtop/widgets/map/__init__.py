@@ -1,0 +1,1 @@
+"""The map of the block pool, and one block in detail."""

@@ -1,0 +1,78 @@
+"""Event log: what happened, one line each, the newest below.
+
+Follows its end unless it was scrolled back. Words come from kvtop.widgets.story.
+"""
+
+from __future__ import annotations
+
+from itertools import islice
+from typing import TYPE_CHECKING
+
+from kvtop.widgets.base.lines import Row
+from kvtop.widgets.base.panel import Scrolling
+from kvtop.widgets.base.story import fold, tell
+from kvtop.widgets.base.table import cut
+
+if TYPE_CHECKING:
+    from kvtop.state.dashboard import DashboardState
+
+MOST = 1000
+"""Moments that are told; older ones are in the recording."""
+
+_LOOKS = {
+    "evicted": "evicted",
+    "hit": "hit",
+    "admitted": "active",
+    "copied": "copy",
+    "preempted": "warning",
+    "blocked": "warning",
+    "error": "error",
+    "lost": "error",
+    "stored": "muted",
+    "released": "muted",
+    "queued": "muted",
+    "profiled": "muted",
+    "graph": "muted",
+}
+
+
+class EventLogPanel(Scrolling):
+    """Time since the start, then the line."""
+
+    TITLE = "events"
+    FIGURES = (
+        ("time", "Seconds since the start of the run."),
+        ("◆ hit", "Blocks read from the cache at an admission."),
+        ("× evicted", "What a block held, how long, how often it was read, and who took its memory."),
+        ("stored", "Full blocks that entered the hash table: from now on they can be hit."),
+        ("profiled", "A step whose kernels were timed one by one; the device's panel of kernels has it."),
+        ("graph", "CUDA graph: decode steps of up to so many sequences are one launch from now on."),
+        ("gave back", "References dropped; hashed blocks stay cached until their memory is taken."),
+    )
+
+    _back = 0
+    """Lines between the newest and the last one shown."""
+
+    def rows(self, state: DashboardState, now: float, width: int, height: int) -> list[Row]:
+        """The last lines that fit."""
+        # Only what is on the screen is put into words: the newest lines, unless scrolled back.
+        lines = fold(islice(reversed(state.moments), MOST), self._back + height)
+        if not lines:
+            return [self.say("nothing happened yet")]
+        self._back = max(0, min(self._back, len(lines) - height))
+        muted = self.ink("muted")
+        rows: list[Row] = []
+        for line in reversed(lines[self._back : self._back + height]):
+            name = _LOOKS.get(line.kind, "text")
+            text = tell(state, line, width - 9)
+            if name == "active" and text.startswith("◆"):
+                name = "hit"
+            rows.append(tuple(cut(((f"{line.t:8.2f} ", muted), (text, self.ink(name))), width)))
+        return rows
+
+    def action_scroll_by(self, lines: int) -> None:
+        """Move down by `lines`, up where it is negative."""
+        back = max(0, min(MOST, self._back - lines))
+        if back != self._back:
+            self._back = back
+            self.changed()

@@ -1,0 +1,86 @@
+"""Evictions: who was thrown out for whom, block by block, the latest first.
+
+Invariant: a row is one block whose content lost its memory to new content; a content that has come
+back since, or that is no longer remembered, keeps its row without the figures that went with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+from typing import TYPE_CHECKING
+
+from kvtop.units import NONE, count, rate, span
+from kvtop.widgets.base.lines import Row
+from kvtop.widgets.base.panel import Scrolling
+from kvtop.widgets.base.story import loss, who
+from kvtop.widgets.base.table import Cell, Column, table
+
+if TYPE_CHECKING:
+    from kvtop.state.dashboard import DashboardState
+
+_COLUMNS = (
+    Column("×", 5, right=True, keep=7),
+    Column("ago", 7, right=True, keep=2),
+    Column("age", 7, right=True, keep=3),
+    Column("hits", 4, right=True, keep=4),
+    Column("taken by", 8, keep=6),
+    Column("what it held", 12, grow=1, keep=5),
+)
+
+
+class EvictionsPanel(Scrolling):
+    """One row an evicted block."""
+
+    TITLE = "evictions"
+    FIGURES = (
+        ("×", "Physical block."),
+        ("ago", "Time since it was evicted."),
+        ("age", "How long its content had been there."),
+        ("hits", "Look-ups that had read it."),
+        ("taken by", "Request that needed the memory."),
+        ("what it held", "The tokens as text."),
+    )
+
+    def rows(self, state: DashboardState, now: float, width: int, height: int) -> list[Row]:
+        """A line of figures, then the latest."""
+        head = self.figures(
+            width,
+            ("evicted", f"{count(state.evictions)} blocks", self.ink("evicted") if state.evictions else None),
+            ("now", rate(state.series.evictions.now(now), "/s"), None),
+            ("next out", " ".join(f"·{block}" for block in state.next_out(3)) or NONE, None),
+        )
+        if not state.evictions:
+            return [head, self.say("nothing was evicted yet")]
+        room = max(0, height - 2)
+        shown = self.window(state.evictions, room)
+        latest = list(islice(_latest(state), shown.start, shown.stop))
+        if not latest and shown.start:  # scrolled to what the state no longer keeps
+            known = list(_latest(state))
+            self.first = max(0, len(known) - room)
+            latest = known[self.first :]
+        cells = [self._row(state, now, *entry) for entry in latest]
+        return [head, *table(_COLUMNS, cells, width, self.ink("muted"))]
+
+    def _row(
+        self, state: DashboardState, now: float, t: float, block: int, hash_: str, by: int | None
+    ) -> list[Cell]:
+        told = loss(state, hash_, t)
+        muted, text = self.ink("muted"), self.ink("text")
+        taker = by if by is not None else told.by
+        return [
+            (count(block), self.ink("evicted")),
+            (span(max(0.0, now - t)), muted),
+            (span(told.age) if told.age is not None else NONE, text),
+            (str(told.hits) if told.hits is not None else NONE, self.ink("hit") if told.hits else muted),
+            (who(taker) if taker is not None else NONE, self.ink("active")),
+            (told.text or NONE, text),
+        ]
+
+
+def _latest(state: DashboardState) -> Iterator[tuple[float, int, str, int | None]]:
+    """(t, block, hash, request) of what was evicted, the latest first."""
+    for moment in reversed(state.moments):
+        if moment.kind == "evicted" and moment.detail == "reallocated":
+            for block, hash_ in zip(reversed(moment.ids), reversed(moment.hashes), strict=True):
+                yield moment.t, block, hash_, moment.request_id

@@ -1,0 +1,275 @@
+"""Shaping: what the knobs do to logits is what transformers' processors do, on every sampler's path."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from engine.config import EngineConfig
+from engine.model.logit_shaping import BANNED, Logprobs, Shaper
+from engine.model.torch_runner import TorchRunner
+from engine.ops.cpu import library as native
+from engine.params import SamplingParams
+from engine.step.runner import Plan, Row
+from engine.step.sequence import Request, Sequence
+from tests.engine.rig import Rig, prompt
+from tests.engine.tiny import QWEN3, Driver, hf_model, random_weights
+
+VOCAB = 60
+PROMPT = [3, 4, 5, 4, 9, 11, 3, 7]
+OUTPUT = [20, 4, 21, 20, 20, 5]
+
+
+def row(
+    params: dict[str, Any], output: list[int] = OUTPUT, eos: tuple[int, ...] = (2,), seq_id: int = 0
+) -> Row:
+    request = Request(seq_id, PROMPT, SamplingParams(**params), 0.0, eos_token_ids=frozenset(eos))
+    seq = Sequence(seq_id, request)
+    seq.tokens.extend(output)
+    return Row(seq, len(seq) - 1, 1, True)
+
+
+def logits(rows: int = 1, seed: int = 0) -> torch.Tensor:
+    g = torch.Generator().manual_seed(seed)
+    return torch.randn(rows, VOCAB, generator=g, dtype=torch.float64) * 3
+
+
+def shaped(params: dict[str, Any], output: list[int] = OUTPUT) -> torch.Tensor:
+    out = logits()
+    Shaper().apply(out, [row(params, output)])
+    return out
+
+
+def same(got: torch.Tensor, want: torch.Tensor) -> bool:
+    """Equal, where transformers' minus infinity is our BANNED."""
+    return torch.allclose(got, torch.nan_to_num(want, neginf=BANNED), rtol=1e-12, atol=1e-12)
+
+
+def theirs(*processors: Any, output: list[int] = OUTPUT) -> torch.Tensor:
+    ids, out = torch.tensor([PROMPT + output]), logits()
+    for processor in processors:
+        out = processor(ids, out)
+    return out
+
+
+# ------------------------------------------------------------------------------- against transformers
+
+
+@pytest.mark.parametrize("penalty", [0.5, 1.3, 10.0])
+def test_repetition_is_transformers(penalty: float) -> None:
+    from transformers import RepetitionPenaltyLogitsProcessor
+
+    assert same(shaped({"repetition_penalty": penalty}), theirs(RepetitionPenaltyLogitsProcessor(penalty)))
+
+
+def test_bias_is_transformers() -> None:
+    from transformers import SequenceBiasLogitsProcessor
+
+    bias = {4: 5.0, 30: -100.0, 59: 0.25}
+    want = theirs(SequenceBiasLogitsProcessor({(t,): b for t, b in bias.items()}))
+    assert same(shaped({"logit_bias": bias}), want)
+
+
+@pytest.mark.parametrize("output", [OUTPUT, [], [40], [40, 41], [50, 51, 40, 41]])
+def test_bad_words_are_transformers(output: list[int]) -> None:
+    from transformers import NoBadWordsLogitsProcessor
+
+    words = [[8], [40, 1], [40, 41, 33], [11, 3, 7, 12], [50, 51, 40, 41, 42], [5, 6], list(range(20))]
+    want = theirs(NoBadWordsLogitsProcessor(words), output=output)
+    assert same(shaped({"bad_word_ids": tuple(map(tuple, words))}, output), want)
+
+
+@pytest.mark.conformance(82)
+@pytest.mark.parametrize("least", [0, 5, 6, 7, 20])
+def test_least_length_is_transformers(least: int) -> None:
+    from transformers import MinNewTokensLengthLogitsProcessor
+
+    got = shaped({"min_tokens": least, "stop_token_ids": (17,)})
+    assert same(got, theirs(MinNewTokensLengthLogitsProcessor(len(PROMPT), least, [2, 17], device="cpu")))
+
+
+def test_all_of_them_come_in_transformers_order() -> None:
+    from transformers import (
+        MinNewTokensLengthLogitsProcessor,
+        NoBadWordsLogitsProcessor,
+        RepetitionPenaltyLogitsProcessor,
+        SequenceBiasLogitsProcessor,
+    )
+
+    want = theirs(
+        SequenceBiasLogitsProcessor({(4,): -7.0, (2,): 50.0}),
+        RepetitionPenaltyLogitsProcessor(1.7),
+        NoBadWordsLogitsProcessor([[5, 9], [8]]),
+        MinNewTokensLengthLogitsProcessor(len(PROMPT), 9, [2], device="cpu"),
+    )
+    params = {
+        "logit_bias": {4: -7.0, 2: 50.0},
+        "repetition_penalty": 1.7,
+        "bad_word_ids": ((5, 9), (8,)),
+        "min_tokens": 9,
+    }
+    assert same(shaped(params), want)
+
+
+def test_presence_and_frequency_count_the_output_alone() -> None:
+    counts = torch.zeros(VOCAB, dtype=torch.float64)
+    for token in OUTPUT:
+        counts[token] += 1
+    got = shaped({"presence_penalty": 0.7, "frequency_penalty": -0.3})
+    assert torch.allclose(got, logits()[0] - 0.7 * (counts > 0) + 0.3 * counts)
+    assert got[0, 3] == logits()[0, 3]  # it stands in the prompt
+
+
+# ------------------------------------------------------------------------------------- marks and rows
+
+
+def test_marks_that_grow_step_by_step_are_marks_made_at_once() -> None:
+    params = {"repetition_penalty": 1.5, "presence_penalty": 0.5, "frequency_penalty": 0.25}
+    shaper, r = Shaper(), row(params, [])
+    for token in [*OUTPUT, 1, 1]:
+        r.seq.tokens.append(token)
+        got = logits()
+        shaper.apply(got, [Row(r.seq, len(r.seq) - 1, 1, True)])
+        output = list(r.seq.tokens[len(PROMPT) :])
+        assert torch.equal(got, shaped(params, output))
+    shaper.forget([0])
+    again = logits()
+    shaper.apply(again, [Row(r.seq, len(r.seq) - 1, 1, True)])
+    assert torch.equal(again, got)
+    del r.seq.tokens[-4:]  # a draft that was taken back
+    shorter = logits()
+    shaper.apply(shorter, [Row(r.seq, len(r.seq) - 1, 1, True)])
+    assert torch.equal(shorter, shaped(params, OUTPUT[:-2]))
+
+
+def test_a_row_that_asks_for_nothing_is_not_touched() -> None:
+    out = logits(3)
+    rows = [row({}), row({"repetition_penalty": 2.0}, seq_id=1), row({"logprobs": 3}, seq_id=2)]
+    Shaper().apply(out, rows)
+    assert torch.equal(out[0], logits(3)[0]) and torch.equal(out[2], logits(3)[2])
+    assert not torch.equal(out[1], logits(3)[1])
+
+
+def test_logprobs_are_the_models_own_and_fall() -> None:
+    out = logits(3)
+    rows = [row({"logprobs": 3}), row({}, seq_id=1), row({"logprobs": 0, "logit_bias": {5: 9}}, seq_id=2)]
+    told = Logprobs(out, rows)
+    Shaper().apply(out, rows)
+    got = told.of(*(t.tolist() for t in told.look_up(torch.tensor([7, 8, 5]))))
+    want = logits(3).log_softmax(-1)
+    assert set(got) == {0, 2}
+    assert got[0].sampled == pytest.approx(want[0, 7].item()) and got[2].sampled == pytest.approx(
+        want[2, 5].item()
+    )
+    top = want[0].topk(3)
+    assert got[0].top_ids == top.indices.tolist() and got[0].top == pytest.approx(top.values.tolist())
+    assert got[2].top_ids == got[2].top == []
+
+
+# ---------------------------------------------------------------------------------- the whole runner
+
+
+def runner(dtype: Any = "float64", ops: Any = "reference") -> TorchRunner:
+    config = EngineConfig(device="cpu", dtype=dtype, ops=ops, num_blocks=65, threads=1)
+    return TorchRunner.from_weights(QWEN3, random_weights(QWEN3, 1), config)
+
+
+@pytest.mark.parametrize("ops", ["reference", "cpu"])
+def test_a_banned_token_is_never_drawn_and_its_row_is_not_taken_for_a_bad_one(ops: str) -> None:
+    if ops == "cpu" and native.load() is None:
+        pytest.skip("no AVX-512-bf16 or no C compiler here")
+    r = runner("bfloat16" if ops == "cpu" else "float32", ops)
+    plain = Driver(r).generate([PROMPT], 12)[0]
+    banned = tuple((t,) for t in set(plain))
+    for temperature in (0.0, 2.0):
+        driver = Driver(r, seed=3)
+        params = SamplingParams(temperature=temperature, seed=4, bad_word_ids=banned)
+        seqs = [driver.add(PROMPT, params), driver.add(PROMPT)]
+        for _ in range(12):
+            driver.step(1000)
+        drawn, other = (list(s.tokens[len(PROMPT) :]) for s in seqs)
+        assert len(drawn) == 12 and not set(drawn) & set(plain) and other == plain
+        for seq in seqs:
+            driver.drop(seq)
+
+
+@torch.inference_mode()
+def test_greedy_output_with_penalties_is_what_transformers_generates() -> None:
+    r = runner()
+    model = hf_model(QWEN3, random_weights(QWEN3, 1), torch.float64)
+    ids = torch.tensor([PROMPT])
+    for penalty, words in ((1.4, None), (0.8, [[1], [5, 6]])):
+        want = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=16,
+            do_sample=False,
+            repetition_penalty=penalty,
+            bad_words_ids=words,
+        )
+        params = SamplingParams(
+            temperature=0, repetition_penalty=penalty, bad_word_ids=tuple(map(tuple, words or ()))
+        )
+        driver = Driver(r)
+        seq = driver.add(PROMPT, params)
+        for _ in range(16):
+            driver.step(1000)
+        assert list(seq.tokens) == want[0].tolist()
+        driver.drop(seq)
+
+
+# ------------------------------------------------------------------------------------------- the core
+
+
+@pytest.mark.parametrize(
+    ("knobs", "token"), [({"logit_bias": {1000: 1}}, 1000), ({"bad_word_ids": ((3, 5000),)}, 5000)]
+)
+def test_a_token_that_the_model_has_not_is_refused_by_name(knobs: dict[str, Any], token: int) -> None:
+    rig = Rig()
+    request = rig.add(prompt(5), 2, **knobs)
+    rig.check()
+    assert rig.finished(request).error == f"token id {token} is outside the model's vocabulary of 1,000"
+
+
+@pytest.mark.conformance(82)
+def test_a_stop_text_ends_nothing_before_the_least_length() -> None:
+    rig = Rig(vocab=8, token_bytes=lambda t: b"ab"[t % 2 : t % 2 + 1])
+    free = rig.add(prompt(9, vocab=8), 30, stop=("a",))
+    held = rig.add(prompt(9, vocab=8), 30, stop=("a",), min_tokens=12)
+    limit = rig.add(prompt(9, vocab=8), 6, stop=("a",), min_tokens=6)
+    rig.run()
+    truth = [t % 2 for t in rig.truth(held, 30)]
+    assert rig.usage(free).output_tokens == truth.index(0) + 1
+    assert rig.usage(held).output_tokens == truth.index(0, 11) + 1
+    assert rig.usage(limit).output_tokens <= 6
+
+
+def test_random_knobs_leave_finite_rows() -> None:
+    r = random.Random(1)
+    for _ in range(50):
+        params = {
+            "repetition_penalty": r.uniform(0.1, 10),
+            "presence_penalty": r.uniform(-2, 2),
+            "frequency_penalty": r.uniform(-2, 2),
+            "logit_bias": {r.randrange(VOCAB): r.uniform(-100, 100) for _ in range(5)},
+            "bad_word_ids": tuple((r.randrange(VOCAB),) for _ in range(20)),
+            "min_tokens": r.randint(0, 20),
+        }
+        out = logits().float()
+        Shaper().apply(out, [row(params)])
+        assert bool(torch.isfinite(out.sum(-1)).all())
+
+
+def test_a_plan_without_drawing_rows_is_no_trouble() -> None:
+    r = runner()
+    driver = Driver(r)
+    seq = driver.add([1, 2, 3, 4], SamplingParams(temperature=0, repetition_penalty=1.2, logprobs=2))
+    seq.table = [driver.free.pop()]
+    output = r.execute(Plan(0, [Row(seq, 0, 2, False)]))
+    assert output.token_ids == [[]] and output.logprobs == {}
+    output = r.execute(Plan(1, [Row(seq, 2, 2, True)]))
+    (told,) = output.logprobs[0]
+    assert len(told.top) == 2 and told.top_ids[0] != told.top_ids[1]

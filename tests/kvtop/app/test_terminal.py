@@ -1,0 +1,194 @@
+"""On a real terminal (a pty): the first frame, what is shown, how it ends, and that nothing is left behind."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import re
+import select
+import signal
+import struct
+import sys
+import termios
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pyte
+import pytest
+
+PROGRAM = Path(__file__).parent.with_name("on_terminal.py")
+ALTERNATE_ON, ALTERNATE_OFF = b"\x1b[?1049h", b"\x1b[?1049l"
+CURSOR_ON, MOUSE_OFF = b"\x1b[?25h", b"\x1b[?1003l"
+
+
+class Terminal:
+    """A child process on a pty of width x height, its output kept and drawn."""
+
+    def __init__(
+        self,
+        *args: str,
+        size: tuple[int, int] = (100, 30),
+        env: dict[str, str] | None = None,
+        stderr: Path | None = None,
+    ) -> None:
+        self.raw = b""
+        self.screen = pyte.Screen(*size)
+        self._stream = pyte.ByteStream(self.screen)
+        self.begin = time.monotonic()
+        self.pid, self._fd = pty.fork()
+        if self.pid == 0:
+            fcntl.ioctl(0, termios.TIOCSWINSZ, struct.pack("HHHH", size[1], size[0], 0, 0))
+            # Readline, where pytest loads it, plants COLUMNS and LINES: a program on a terminal must not care.
+            if stderr is not None:
+                os.dup2(os.open(stderr, os.O_WRONLY | os.O_CREAT), 2)
+            own = {**os.environ, "TERM": "xterm-256color", "COLORTERM": "truecolor", **(env or {})}
+            os.execve(sys.executable, [sys.executable, str(PROGRAM), *args], own)
+
+    @property
+    def text(self) -> str:
+        """What a reader sees."""
+        return "\n".join(self.screen.display)
+
+    def send(self, keys: bytes) -> None:
+        """Press keys."""
+        os.write(self._fd, keys)
+
+    def read(self, seconds: float) -> bool:
+        """Take output for at most this long; False once the program is gone."""
+        if select.select([self._fd], [], [], seconds)[0]:
+            try:
+                data = os.read(self._fd, 1 << 16)
+            except OSError:
+                return False
+            self.raw += data
+            # The emulator does not know the queries of newer terminals.
+            self._stream.feed(re.sub(rb"\x1b\[[>=<][0-9;]*[a-zA-Z]|\x1b\[\?[0-9;]*\$[a-z]", b"", data))
+            return bool(data)
+        return True
+
+    def until(self, done: Callable[[], bool], seconds: float = 30) -> None:
+        """Wait for the screen to say something."""
+        end = time.monotonic() + seconds
+        while not done():
+            assert time.monotonic() < end and self.read(0.05), self.text
+
+    def wait(self) -> int:
+        """Exit code."""
+        end = time.monotonic() + 30
+        while self.read(0.1):
+            if time.monotonic() > end:
+                os.kill(self.pid, signal.SIGKILL)
+        _, status = os.waitpid(self.pid, 0)
+        os.close(self._fd)
+        return os.waitstatus_to_exitcode(status)
+
+    def assert_restored(self) -> None:
+        """Main screen, cursor and mouse are back; nothing but `talk` follows."""
+        assert self.raw.count(ALTERNATE_ON) == self.raw.count(ALTERNATE_OFF) == 1
+        tail = self.raw[self.raw.rindex(ALTERNATE_OFF) :]
+        assert CURSOR_ON in tail and MOUSE_OFF in self.raw
+
+    @property
+    def talk(self) -> str:
+        """What was said after the screen was given back, without control sequences."""
+        tail = self.raw[self.raw.rindex(ALTERNATE_OFF) :] if ALTERNATE_OFF in self.raw else self.raw
+        return re.sub(rb"\x1b\[[?<>=]?[0-9;]*[a-zA-Z]", b"", tail).decode().strip()
+
+
+@pytest.mark.parametrize(
+    ("keys", "code"), [(b"\x11", 0), (b"\x03", 130), (b"\x1bq", 0)], ids=["ctrl+q", "ctrl+c", "Esc q"]
+)
+def test_it_shows_and_gives_the_terminal_back(keys: bytes, code: int) -> None:
+    terminal = Terminal("plain")
+    terminal.until(lambda: "Enter sends example 1 of 5" in terminal.text)
+    assert "KV pool · 1 cell = 1 physical block = 16 tokens" in terminal.text
+    assert terminal.text.count("·" * 50) >= 9, "every block is visible"
+    if keys.startswith(b"\x1b"):  # alone it is Esc, with a letter close behind it would be Alt
+        terminal.send(b"\x1b")
+        terminal.until(lambda: "i prompt" in terminal.text)
+    terminal.send(keys[-1:])
+    assert terminal.wait() == code
+    terminal.assert_restored()
+    assert terminal.talk == ""
+
+
+def test_two_enters_and_the_sentence_stands() -> None:
+    terminal = Terminal("plain", size=(80, 24))
+    terminal.until(lambda: "Enter sends example 1" in terminal.text)
+    terminal.send(b"\r\r")
+    terminal.until(lambda: "READ " in terminal.text and "(cold" in terminal.text)
+    assert re.search(r"READ [\d,]+ of [\d,]+ tokens", terminal.text)
+    terminal.send(b"\x11")
+    assert terminal.wait() == 0
+    terminal.assert_restored()
+
+
+def test_a_paste_with_an_escape_sends_nothing() -> None:
+    terminal = Terminal("plain", size=(120, 40))
+    terminal.until(lambda: "Enter sends example 1" in terminal.text)
+    terminal.send(b"\x1b[200~one \x1b[31mtwo\nthree\n\x1b[201~")
+    terminal.until(lambda: "› one ␛[31mtwo three" in terminal.text)
+    assert "Nothing was asked yet" in terminal.text
+    terminal.send(b"\x11")
+    assert terminal.wait() == 0
+
+
+def test_with_stderr_in_a_file_it_draws_on_the_terminal(tmp_path: Path) -> None:
+    """`kvtop 2>log`"""
+    log = tmp_path / "log"
+    terminal = Terminal("plain", stderr=log)
+    terminal.until(lambda: "Enter sends example 1" in terminal.text)
+    terminal.send(b"\x11")
+    assert terminal.wait() == 0
+    terminal.assert_restored()
+    assert log.read_bytes() == b""
+
+
+def test_what_is_printed_never_reaches_the_screen() -> None:
+    terminal = Terminal("noisy")
+    terminal.until(lambda: "Enter sends example 1" in terminal.text)
+    assert b"C writes" not in terminal.raw and b"python prints" not in terminal.raw
+    terminal.send(b"\x1bOS")  # F4
+    terminal.until(lambda: "C writes to stderr" in terminal.text)
+    assert "C writes to stdout" in terminal.text and "a library warns" in terminal.text
+    assert "python prints" in terminal.text
+    terminal.send(b"\x11")
+    assert terminal.wait() == 0
+    assert terminal.talk == ""
+
+
+def test_a_start_that_fails_says_one_line() -> None:
+    terminal = Terminal("broken")
+    assert terminal.wait() == 2
+    terminal.assert_restored()
+    assert terminal.talk == "kvtop: no such model; try --model Qwen/Qwen3-0.6B"
+
+
+def test_a_crash_gives_the_terminal_back() -> None:
+    terminal = Terminal("crash")
+    assert terminal.wait() == 1
+    terminal.assert_restored()
+    assert terminal.talk.startswith("kvtop crashed: RuntimeError: a bug; see ") and "\n" not in terminal.talk
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)]
+)
+def test_signals_give_the_terminal_back(number: signal.Signals, code: int) -> None:
+    terminal = Terminal("plain")
+    terminal.until(lambda: "Enter sends example 1" in terminal.text)
+    os.kill(terminal.pid, number)
+    assert terminal.wait() == code
+    terminal.assert_restored()
+
+
+def test_without_colour_and_in_a_poor_terminal() -> None:
+    terminal = Terminal("plain", env={"NO_COLOR": "1", "TERM": "tmux-256color", "COLORTERM": ""})
+    terminal.until(lambda: "Enter sends example 1" in terminal.text)
+    terminal.send(b"\r\r")
+    terminal.until(lambda: "◆◆◆" in terminal.text)
+    assert not re.search(rb"\x1b\[[0-9;]*[34]8;[25]", terminal.raw)
+    terminal.send(b"\x11")
+    assert terminal.wait() == 0

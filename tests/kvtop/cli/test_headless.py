@@ -1,0 +1,234 @@
+"""Headless runs over a toy engine: what is printed, what is summed up, how it ends."""
+
+from __future__ import annotations
+
+import errno
+import io
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine import EngineConfig, SamplingParams, SetupError
+from engine.config import EngineConfig as Config
+from engine.events import EngineStarted, EngineStopped, StepBatch, decode_batch
+from engine.files.model_files import Progress
+from engine.loaded import Built
+from kvtop.cli.headless import Wishes, run
+from kvtop.cli.inputs import Ask
+from kvtop.record.recorder import Recorder
+from kvtop.record.verify import verify
+from kvtop.state.dashboard import DashboardState
+from tests.demos.toy import VOCAB, WordPieces, build
+from tests.toy_runner import ToyRunner
+
+FIVE = SamplingParams(max_tokens=5)
+PAGE = "The lighthouse stood alone on its rock and the keeper counted ships. " * 20
+
+
+def answer(
+    asks: list[Ask], wishes: Wishes, config: Config | None = None, **more: Any
+) -> tuple[int, str, str]:
+    """(exit code, stdout, stderr)."""
+    out, err = io.BytesIO(), io.StringIO()
+    code = run(config or EngineConfig(), asks, wishes, build=more.get("build", build), out=out, err=err)
+    return code, out.getvalue().decode(), err.getvalue()
+
+
+def test_the_summary_is_the_pinned_one() -> None:
+    asks = [Ask("Who?", PAGE, params=FIVE), Ask("And then?", PAGE, params=FIVE)]
+    code, out, err = answer(asks, Wishes(as_json=True, once=True))
+    assert code == 0
+    told = json.loads(out)
+    assert out.count("\n") == 1
+    assert list(told)[:2] == ["schema", "type"]
+    assert set(told) == {
+        *("schema", "type", "source", "model", "device", "dtype", "block_size", "num_blocks"),
+        *("usable_blocks", "bytes_per_block", "requests", "prefix_cache", "evictions"),
+    }
+    cold, hit = told["requests"]
+    assert set(cold) == {
+        *("id", "text", "prompt_tokens", "cached_tokens", "computed_tokens", "cache_write_tokens"),
+        *("output_tokens", "finish_reason", "queue_ms", "ttft_ms", "itl_ms", "preemptions"),
+        "recomputed_tokens",
+    }
+    assert cold["cached_tokens"] == 0
+    assert hit["cached_tokens"] > 200
+    for row in (cold, hit):
+        assert row["cached_tokens"] + row["computed_tokens"] == row["prompt_tokens"]
+        assert row["output_tokens"] == 5
+        assert row["finish_reason"] == "length"
+        assert set(row["itl_ms"]) == {"p50", "p99"}
+    cache = told["prefix_cache"]
+    assert cache["lookups"] == 2
+    assert cache["query_tokens"] == cold["prompt_tokens"] + hit["prompt_tokens"]
+    assert cache["hit_rate"] == round(cache["hit_tokens"] / cache["query_tokens"], 6)
+    assert told["usable_blocks"] == told["num_blocks"] - 1
+    assert "KV: " in err
+    assert "tokens" in err
+
+
+def test_without_lookups_there_is_no_hit_rate() -> None:
+    config = EngineConfig(enable_prefix_caching=False)
+    _, out, _ = answer([Ask("x", params=FIVE)], Wishes(True, True), config)
+    told = json.loads(out)
+    assert told["prefix_cache"] == {"lookups": 0, "query_tokens": 0, "hit_tokens": 0}
+
+
+def test_json_without_once_is_the_whole_stream_and_the_summary_last() -> None:
+    code, out, _ = answer([Ask("x y z", params=FIVE)], Wishes(as_json=True))
+    *lines, last = out.splitlines()
+    state = DashboardState(strict=True)
+    for line in lines:
+        state.apply(decode_batch(line))
+    assert isinstance(state.started, EngineStarted)
+    assert isinstance(state.stopped, EngineStopped)
+    assert json.loads(last) == json.loads(json.dumps(state.summary()))
+    assert code == 0
+
+
+def test_plain_text_is_the_answers_in_order() -> None:
+    asks = [Ask(f"question {i}", params=FIVE) for i in range(3)]
+    texts = []
+    for concurrent in (False, True):
+        _, out, err = answer(asks, Wishes(concurrent=concurrent))
+        assert out.endswith("\n")
+        assert len(out.splitlines()) == 3
+        assert [line.split()[0] for line in err.splitlines() if line.startswith("#")] == ["#1", "#2", "#3"]
+        texts.append(out)
+    assert texts[0] == texts[1], "the same answers, one after another or at once"
+
+
+def test_token_ids_and_salts_reach_the_engine() -> None:
+    ids = [5] * 64
+    asks = [Ask(ids, salt=s, params=FIVE) for s in (None, None, "a", "a")]
+    _, out, _ = answer(asks, Wishes(True, True))
+    assert [r["cached_tokens"] for r in json.loads(out)["requests"]] == [0, 48, 0, 48]
+
+
+def test_one_refused_request_stands_in_the_list_and_all_refused_is_exit_2() -> None:
+    config = EngineConfig(num_blocks=5)
+    fits, too_long = Ask([1] * 20, params=FIVE), Ask([1] * 500, params=FIVE)
+    code, out, _ = answer([too_long, fits], Wishes(True, True), config)
+    assert code == 0
+    refused, fine = json.loads(out)["requests"]
+    assert refused["finish_reason"] == "refused"
+    assert "500 tokens" in refused["error"]
+    assert "ttft_ms" not in refused
+    assert "error" not in fine
+    code, _, err = answer([too_long], Wishes(), config)
+    assert code == 2
+    assert "refused" in err
+    code, _, err = answer([too_long], Wishes(True, True), config)
+    assert code == 2
+    assert sum("refused" in line and "500 tokens" in line for line in err.splitlines()) == 1
+
+
+def test_a_recording_on_a_full_disk_is_exit_1_with_advice(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    real = Recorder._write
+
+    def full(self: Recorder, batches: list[StepBatch]) -> None:
+        real(self, batches)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Recorder, "_write", full)
+        code, out, err = answer([Ask("x", params=FIVE)], Wishes(record=path))
+    assert code == 1
+    assert out, "the answer is given all the same"
+    assert "No space left on device; free space or record elsewhere" in err
+
+
+def test_a_recording_of_a_run_verifies(tmp_path: Path) -> None:
+    for redact in (False, True):
+        path = tmp_path / f"{redact}.jsonl.gz"
+        answer([Ask("a b c", PAGE, params=FIVE)], Wishes(record=path, redact=redact))
+        report = verify(path)
+        assert report.violations == []
+        assert report.snapshots == 1
+
+
+def test_a_start_that_fails_is_a_setup_error() -> None:
+    def absent(config: EngineConfig, progress: Progress) -> Built:
+        progress(1, 2, "weights")
+        raise SetupError("no such model; try another")
+
+    with pytest.raises(SetupError, match="try another"):
+        answer([Ask("x")], Wishes(), build=absent)
+
+
+def test_a_start_that_crashes_is_one_line_that_names_the_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvtop.cli.headless.log_file", lambda: tmp_path / "state" / "kvtop.log")
+
+    def crash(config: EngineConfig, progress: Progress) -> Built:
+        raise RuntimeError("unforeseen")
+
+    with pytest.raises(SetupError, match=r"unforeseen.*; see .*kvtop\.log"):
+        answer([Ask("x")], Wishes(), build=crash)
+    assert "Traceback" in (tmp_path / "state" / "kvtop.log").read_text()
+
+
+def test_an_engine_that_breaks_on_the_way_says_so() -> None:
+    class Broken(ToyRunner):
+        def step_budget(self, max_num_batched_tokens: int, context: int) -> int:
+            raise RuntimeError("out of order")
+
+    def broken(config: EngineConfig, progress: Progress) -> Built:
+        return Built(Broken(64, 16, VOCAB), WordPieces(), eos_ids=(0,))
+
+    code, _, err = answer([Ask("x")], Wishes(), build=broken)
+    assert code == 1
+    assert "out of order" in err
+
+
+def test_ctrl_c_is_130_and_a_reader_that_went_away_is_quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Gone(io.BytesIO):
+        def __init__(self, error: type[BaseException]) -> None:
+            super().__init__()
+            self.error = error
+
+        def write(self, data: Any) -> int:
+            raise self.error
+
+    for error, want in ((KeyboardInterrupt, 130), (BrokenPipeError, 0)):
+        err = io.StringIO()
+        assert (
+            run(EngineConfig(), [Ask("x", params=FIVE)], Wishes(), build=build, out=Gone(error), err=err)
+            == want
+        )
+        assert "Traceback" not in err.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("number", "want"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
+)
+def test_a_signal_in_the_middle_stops_the_engine_and_completes_the_recording(
+    tmp_path: Path, number: int, want: int
+) -> None:
+    code = (
+        "import sys; from pathlib import Path; from kvtop.headless import *; from kvtop.asks import *; "
+        "from tests.demos.toy import build; from engine import EngineConfig\n"
+        "w = Wishes(record=Path(sys.argv[1]), slow=30)\n"
+        "sys.exit(run(EngineConfig(), [Ask('x')], w, build=build))"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path / "a.jsonl")],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=Path(__file__).resolve().parents[3],
+    )
+    assert process.stdout is not None
+    assert process.stdout.read(1), "the first word is out, the second waits for 30 s"
+    process.send_signal(number)
+    _, err = process.communicate(timeout=20)
+    assert process.returncode == want
+    assert "Traceback" not in err
+    assert verify(tmp_path / "a.jsonl").violations == []
