@@ -18,7 +18,7 @@ import torch
 from huggingface_hub import constants, file_download
 
 from engine.errors import SetupError
-from engine.files import hub
+from engine.files import hub, model_files
 from engine.model import load_weights as loader
 from tests.engine.hub_server import Hub, serve
 from tests.engine.saved_models import save
@@ -111,7 +111,7 @@ def test_of_a_connection_that_stays_cut_the_terminal_sees_one_line(server: Hub, 
     server.cuts["model.safetensors"] = [0] * 1000
     code = (
         "import sys, time; time.sleep = lambda seconds: None; "  # huggingface_hub's between attempts
-        "from kvtop.cli import invoke; sys.exit(invoke(sys.argv[1:]))"
+        "from kvtop.cli.commands import invoke; sys.exit(invoke(sys.argv[1:]))"
     )
     words = ["--headless", "--once", "--prompt", "x", "--model", "org/tiny"]
     done = subprocess.run(
@@ -156,7 +156,7 @@ def test_missing(server: Hub, tmp_path: Path) -> None:
     shard = max((tmp_path / "model").glob("model-*.safetensors"))
     shard.rename(tmp_path / "elsewhere")
     fails("org/tiny", f"the index names {shard.name}", "the hub does not have")
-    (tmp_path / "model" / hub.INDEX).unlink()
+    (tmp_path / "model" / model_files.INDEX).unlink()
     fails("org/tiny", "has no safetensors")
     (tmp_path / "model" / "config.json").unlink()
     fails("org/tiny", "has no config.json")
@@ -224,6 +224,6 @@ def test_a_file_that_is_no_gguf(tmp_path: Path) -> None:
 
 
 def test_shorten_keeps_both_ends() -> None:
-    assert re.fullmatch(r"a{33}…b{34}", hub.shorten("a" * 100 + "b" * 100))
-    assert hub.shorten("short") == "short"
-    assert hub.shorten("a\x1b[2Jb") == "a\\x1b[2Jb"
+    assert re.fullmatch(r"a{33}…b{34}", model_files.shorten("a" * 100 + "b" * 100))
+    assert model_files.shorten("short") == "short"
+    assert model_files.shorten("a\x1b[2Jb") == "a\\x1b[2Jb"

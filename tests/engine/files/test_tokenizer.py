@@ -212,7 +212,7 @@ def test_surrogates_do_not_end_the_program(smol: Tokenizer) -> None:
 def test_later_starts_are_quick(builtin_model: ModelFiles, smol: Tokenizer) -> None:
     """From the cache, in a new process, without torch and transformers."""
     program = (
-        "import sys, time; start = time.perf_counter(); from engine import hub, tokenizer; "
+        "import sys, time; start = time.perf_counter(); from engine.files import hub, tokenizer; "
         "tokenizer.load(hub.resolve(None)).render([{'role': 'user', 'content': 'x'}], True); "
         "print(time.perf_counter() - start, 'torch' in sys.modules, 'transformers' in sys.modules)"
     )

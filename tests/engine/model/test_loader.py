@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine.errors import SetupError
-from engine.files import hub
+from engine.files import hub, model_files
 from engine.files.safetensors_file import read_header
 from engine.model import load_weights as loader
 from tests.engine.saved_models import save
@@ -153,7 +153,7 @@ def test_headers_that_lie(data: bytes, words: str, tmp_path: Path) -> None:
 
 
 def rewrite_index(folder: Path, change: Callable[[dict[str, str]], None]) -> None:
-    path = folder / hub.INDEX
+    path = folder / model_files.INDEX
     index = json.loads(path.read_text())
     change(index["weight_map"])
     path.write_text(json.dumps(index))
@@ -193,7 +193,7 @@ def test_folders_that_hold_no_model(tmp_path: Path) -> None:
     fails("must hold a JSON object, not list")
     (tmp_path / "config.json").write_text("{}")
     fails("has no model.safetensors")
-    (tmp_path / hub.INDEX).write_text("{}")
+    (tmp_path / model_files.INDEX).write_text("{}")
     fails("has no weight_map")
     (tmp_path / "config.json").unlink()
     (tmp_path / "a.gguf").touch()

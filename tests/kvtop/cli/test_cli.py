@@ -112,7 +112,7 @@ def test_help_and_the_list_of_demos_start_fast_and_import_neither_torch_nor_text
         wrong_path,
     ):
         code = (
-            "import sys; from kvtop.cli import invoke; invoke(sys.argv[1:]); "
+            "import sys; from kvtop.cli.commands import invoke; invoke(sys.argv[1:]); "
             "bad = {'torch', 'textual', 'transformers'} & set(sys.modules); "
             "sys.exit(f'imported {bad}' if bad else 0)"
         )
@@ -124,7 +124,7 @@ def test_help_and_the_list_of_demos_start_fast_and_import_neither_torch_nor_text
 
 def test_headless_never_imports_textual() -> None:
     code = (
-        "import sys; from kvtop.headless import *; from kvtop.asks import *; "
+        "import sys; from kvtop.cli.headless import *; from kvtop.cli.inputs import *; "
         "from tests.demos.toy import build; from engine import EngineConfig\n"
         "run(EngineConfig(), [Ask('x')], Wishes(True, True), build=build)\n"
         "assert 'textual' not in sys.modules"

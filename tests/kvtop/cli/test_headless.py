@@ -213,7 +213,7 @@ def test_a_signal_in_the_middle_stops_the_engine_and_completes_the_recording(
     tmp_path: Path, number: int, want: int
 ) -> None:
     code = (
-        "import sys; from pathlib import Path; from kvtop.headless import *; from kvtop.asks import *; "
+        "import sys; from pathlib import Path; from kvtop.cli.headless import *; from kvtop.cli.inputs import *; "
         "from tests.demos.toy import build; from engine import EngineConfig\n"
         "w = Wishes(record=Path(sys.argv[1]), slow=30)\n"
         "sys.exit(run(EngineConfig(), [Ask('x')], w, build=build))"
