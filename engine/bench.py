@@ -27,7 +27,8 @@ from engine.errors import SetupError
 from engine.events import EngineStarted, RequestFinished, StepBatch, StepCompleted
 from engine.files.model_files import Progress
 from engine.loaded import Built
-from engine.model.torch_runner import choose, cores
+from engine.machine import cores
+from engine.model.torch_runner import choose
 from engine.params import SamplingParams
 from engine.start import build
 

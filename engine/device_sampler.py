@@ -1,8 +1,7 @@
-"""What the device does, once an interval: use, memory, power, temperature as DeviceSample events.
+"""Samples of the device, once an interval: use, memory, power and temperature as DeviceSample events.
 
-A GPU is asked through NVML, a CPU is this process seen by the operating system. Owns one daemon
-thread, so that a slow driver never holds a step back. Invariant: what a device does not tell is
-None, never 0.
+NVML is asked about a GPU. On a CPU the sample is about this process. The questions are asked in a thread of
+their own, so that a slow driver never delays a step. Invariant: what a device does not report is None, never 0.
 """
 
 from __future__ import annotations
@@ -11,9 +10,9 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
+from engine import machine
 from engine.events import DeviceSample
 
 Reader = Callable[[], DeviceSample]
@@ -73,12 +72,12 @@ def reader(device: str | None = None) -> Reader:
 
 
 class CpuReader:
-    """This process: util is its share of all cores that it may use (100 = every one busy), memory
-    its resident set, memory_total what machine and cgroup allow, in bytes."""
+    """This process. util is its share of all cores that it may use (100: every one is busy), memory is its
+    resident set, memory_total is what machine and container allow, in bytes."""
 
     def __init__(self) -> None:
-        self._cores = _cores()
-        self._total = _memory_total()
+        self._cores = machine.cores()
+        self._total = machine.total_memory()
         self._cpu, self._wall = time.process_time(), time.monotonic()
 
     def __call__(self) -> DeviceSample:
@@ -86,35 +85,7 @@ class CpuReader:
         spent, passed = cpu - self._cpu, wall - self._wall
         self._cpu, self._wall = cpu, wall
         util = min(100.0, 100 * spent / passed / self._cores) if passed > 0 else None
-        return DeviceSample(util=util, memory=_resident(), memory_total=self._total)
-
-
-def _cores() -> int:
-    try:
-        return len(os.sched_getaffinity(0))
-    except AttributeError:  # not a Linux
-        return os.cpu_count() or 1
-
-
-def _resident(statm: Path = Path("/proc/self/statm")) -> int | None:
-    try:
-        return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except (OSError, ValueError, IndexError):
-        return None  # getrusage would tell the peak only
-
-
-def _memory_total(cgroup: Path = Path("/sys/fs/cgroup")) -> int | None:
-    try:
-        total: int | None = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (OSError, ValueError, AttributeError):
-        total = None
-    for name in ("memory.max", "memory/memory.limit_in_bytes"):  # cgroup v2, v1
-        try:
-            limit = int((cgroup / name).read_text())
-        except (OSError, ValueError):  # absent, or "max"
-            continue
-        total = limit if total is None else min(total, limit)
-    return total
+        return DeviceSample(util=util, memory=machine.resident_memory(), memory_total=self._total)
 
 
 # ------------------------------------------------------------------------------------------- NVML

@@ -32,13 +32,17 @@ class Model(Protocol):
     @property
     def ops(self) -> Ops: ...
 
+    def reach(self, positions: int) -> None:
+        """Get ready for positions [0, positions). Steps beyond them must not come."""
+        ...
+
     def forward(self, batch: StepInput, cache: Kv) -> Tensor:
         """Logits [L, vocab] of `batch.logit_rows`; the step's KV is written into the cache."""
         ...
 
 
 class Decoder:
-    """Weights packed for `ops`. `weights` is emptied as it is taken over.
+    """Weights packed for `ops`. `weights` is emptied as it is taken over. positions: see `reach`.
 
     Raises SetupError where the weights do not fit the config.
     """
@@ -48,7 +52,7 @@ class Decoder:
         config: ModelConfig,
         weights: Weights,
         ops: Ops,
-        positions: int,
+        positions: int = 0,
         progress: Callable[[int, int, str], None] = lambda done, total, what: None,
     ) -> None:
         c = self.config = config
@@ -69,6 +73,12 @@ class Decoder:
         self.weights = DecoderWeights(embedding, layers, norm, ops.pack_head(head), c.rms_norm_eps)
         self.weights_bytes = weight_bytes(c, ops.dtype.itemsize, ops.quantization)
         self.rope = rope_table(c, positions, ops.device)
+
+    def reach(self, positions: int) -> None:
+        """Make the RoPE table cover [0, positions). The context that the cache can hold decides how long it is,
+        never the model's file: a file may claim any number."""
+        if positions > len(self.rope.cos):
+            self.rope = rope_table(self.config, positions, self.ops.device)
 
     def forward(self, batch: StepInput, cache: Kv) -> Tensor:
         """Computes the step's tokens, writing their KV into cache [layer, 2, block, kv_head, slot, dim].

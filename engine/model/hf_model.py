@@ -23,7 +23,8 @@ from engine.errors import SetupError
 from engine.files.hf_config import eos_token_ids, generation_defaults, refuse_quantised
 from engine.files.model_config import ModelConfig
 from engine.files.model_files import ModelFiles
-from engine.model.kv_cache import check_cpu_memory, cpu_free_bytes
+from engine.machine import free_memory
+from engine.model.kv_cache import check_cpu_memory
 from engine.ops import get_ops
 from engine.ops.base import RopeTable, StepInput, StepPlan
 from engine.ops.fp8 import Kv, store
@@ -140,6 +141,9 @@ class HfModel:
         self.weights_bytes = sum(p.nbytes for p in hf.parameters())  # a tied head is one parameter
         self._picks_rows = "logits_to_keep" in inspect.signature(hf.forward).parameters
 
+    def reach(self, positions: int) -> None:
+        """Nothing to do: transformers makes its tables itself, and `load` has checked how large they are."""
+
     def forward(self, batch: StepInput, cache: Kv) -> Tensor:
         """See Decoder.forward."""
         step = _Step(batch, cache, self)
@@ -204,11 +208,10 @@ def load(
     logging.disable_progress_bar()  # it would paint over the dashboard
     register()
     progress(0, 1, f"loading {files.name}: {NOTICE}")
-    if device.type == "cpu":
-        check_cpu_memory(sum(p.stat().st_size for p in files.weights), None, cpu_free_bytes())
     try:
         hf_config = AutoConfig.from_pretrained(files.folder, local_files_only=True)
         config = model_config(hf_config, raw, files)
+        _check_memory(hf_config, device, dtype)
         hf = AutoModelForCausalLM.from_pretrained(
             files.folder, config=hf_config, dtype=dtype, attn_implementation=NAME, local_files_only=True
         )
@@ -220,6 +223,20 @@ def load(
         ) from e
     progress(1, 1, f"loading {files.name}: {NOTICE}")
     return HfModel(config, hf, device, dtype, engine)
+
+
+def _check_memory(hf_config: Any, device: torch.device, dtype: torch.dtype) -> None:
+    """Raises SetupError where the model would not fit. Counts all tensors that transformers would make from this
+    config, on a device without memory: also the masks and positions of a context of any length (GPT-BigCode's
+    mask has a value for each pair of positions)."""
+    from transformers import AutoModelForCausalLM
+    from transformers.initialization import no_init_weights
+
+    with torch.device("meta"), no_init_weights():
+        model = AutoModelForCausalLM.from_config(hf_config, dtype=dtype, attn_implementation=NAME)
+    tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}
+    free = free_memory() if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]
+    check_cpu_memory(sum(t.nbytes for t in tensors.values()), None, free)
 
 
 def register() -> None:

@@ -80,16 +80,6 @@ def size(n: float) -> str:
     return f"{n:.3g} {unit}" if n < 1000 else f"{n:,.0f} {unit}"
 
 
-def cpu_free_bytes() -> int | None:
-    """Memory that the system says can still be taken; None where it does not say."""
-    try:
-        with open("/proc/meminfo", encoding="ascii") as f:
-            fields = dict(line.split(":", 1) for line in f)
-        return int(fields["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError, ValueError):
-        return None
-
-
 def gpu_kv_bytes(total: int, free: int, reserved: int, peak: int, utilization: float) -> int:
     """Bytes for KV on a GPU after a profiled forward.
 
@@ -125,17 +115,19 @@ def plan_size(
 
 
 def check_cpu_memory(
-    weights: int, cache: CacheSize | None, free: int | None, *, by_blocks: bool = False
+    weights: int, cache: CacheSize | None, free: int | None, *, rope: int = 0, by_blocks: bool = False
 ) -> None:
-    """Raises SetupError with the sum if weights and cache (both in bytes) exceed what is free.
+    """Raises SetupError with the sum if weights, cache and the RoPE tables (in bytes) exceed what is free.
 
     by_blocks: the cache is as large as --num-blocks says, not --kv-cache-memory.
     """
     kv = cache.num_blocks * cache.bytes_per_block if cache else 0
-    if free is not None and weights + kv > free:
+    total = weights + kv + rope
+    if free is not None and total > free:
         lower = f"lower --{'num-blocks' if by_blocks else 'kv-cache-memory'} or " if cache else ""
+        tables = f" + RoPE {size(rope)}" if rope else ""
         raise SetupError(
-            f"too little memory: weights {size(weights)} + KV {size(kv)} = {size(weights + kv)}, "
+            f"too little memory: weights {size(weights)} + KV {size(kv)}{tables} = {size(total)}, "
             f"free {size(free)}; {lower}take a smaller model"
         )
 

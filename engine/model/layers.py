@@ -88,11 +88,25 @@ def mlp_weights(ops: Ops, c: ModelConfig, weights: Weights, layer: int) -> MlpWe
 # -------------------------------------------------------------------------------------------- rope
 
 
+_ROPE_ROWS = 1 << 15
+"""Positions computed at a time: what is needed meanwhile stays small beside the table."""
+
+
 def rope_table(c: ModelConfig, positions: int, device: torch.device) -> RopeTable:
     """cos and sin for positions [0, positions)."""
     inv_freq, scaling = rope_frequencies(c.rope, c.head_dim)
-    angles = torch.arange(positions).float()[:, None] * inv_freq
-    return RopeTable((angles.cos() * scaling).to(device), (angles.sin() * scaling).to(device))
+    cos, sin = (torch.empty(positions, len(inv_freq), device=device) for _ in range(2))
+    for start in range(0, positions, _ROPE_ROWS):
+        end = min(start + _ROPE_ROWS, positions)
+        angles = torch.arange(start, end).float()[:, None] * inv_freq
+        cos[start:end] = angles.cos() * scaling
+        sin[start:end] = angles.sin() * scaling
+    return RopeTable(cos, sin)
+
+
+def rope_bytes(c: ModelConfig, positions: int) -> int:
+    """Bytes of that table: two float32 values for each pair of dimensions."""
+    return positions * (-(-c.head_dim // 2)) * 2 * 4
 
 
 def rope_frequencies(rope: RopeConfig, dim: int) -> tuple[Tensor, float]:

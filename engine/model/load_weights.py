@@ -7,7 +7,6 @@ mapped before the file's own claims were compared with its size. A GGUF's q and 
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -23,7 +22,8 @@ from engine.files.hf_config import from_hf
 from engine.files.model_config import ModelConfig
 from engine.files.model_files import ModelFiles, Progress, shorten
 from engine.files.safetensors_file import open_shards
-from engine.model.kv_cache import cpu_free_bytes, size
+from engine.machine import cores, free_memory
+from engine.model.kv_cache import size
 from engine.ops.weights import Int4, Weight
 
 _CHUNK_VALUES = 1 << 18
@@ -79,7 +79,7 @@ def _has_codes(tensor: gguf_file.Tensor, name: str) -> bool:
 
 def _check_memory(name: str, need: int) -> None:
     """A system that hands out more memory than it has kills the process later, without a word."""
-    free = cpu_free_bytes()
+    free = free_memory()
     if free is not None and need > free:
         raise SetupError(
             f"too little memory: the weights of {shorten(name)} take {size(need)}, {size(free)} are free; "
@@ -206,7 +206,7 @@ def _load_gguf(files: ModelFiles, dtype: torch.dtype, report: Progress, keep_cod
     _check_memory(files.name, sum(_bytes(stored[name], name, dtype, keep_codes) for name in names))
     # numpy and torch leave the GIL while they decode; large tensors first, or one thread ends alone
     by_size = sorted(names, key=lambda name: -stored[name].size)
-    pool = ThreadPoolExecutor(min(4, os.cpu_count() or 1))
+    pool = ThreadPoolExecutor(min(4, cores()))
     try:
         decoded: dict[str, Weight] = {}
         for name, weight in zip(by_size, pool.map(decode, by_size), strict=True):

@@ -6,7 +6,6 @@ engine thread. A step is copies, forward, sampling, in this order and never spli
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
@@ -21,6 +20,7 @@ from engine.events import Event
 from engine.files.hf_config import Foreign, from_hf
 from engine.files.model_config import ModelConfig
 from engine.files.model_files import ModelFiles
+from engine.machine import cores, free_memory
 from engine.model.batch import DeviceRows
 from engine.model.decoder import Decoder, Model
 from engine.model.kv_cache import (
@@ -28,14 +28,13 @@ from engine.model.kv_cache import (
     allocate,
     allocate_what_fits,
     check_cpu_memory,
-    cpu_free_bytes,
     distance,
     gpu_kv_bytes,
     plan_size,
     size,
     tolerance,
 )
-from engine.model.layers import Weights
+from engine.model.layers import Weights, rope_bytes
 from engine.model.logit_shaping import Logprobs, Shaper
 from engine.model.step_cost import StepCost
 from engine.ops import get_ops
@@ -75,7 +74,7 @@ def build(config: EngineConfig, progress: Progress, files: ModelFiles | None = N
         return TorchRunner.over(hf_model.load(files, device, dtype, progress, config), config, progress)
     codes = config.quantization == "int4"
     if device.type == "cpu":
-        check_cpu_memory(loader.loaded_bytes(files, dtype, keep_codes=codes), None, cpu_free_bytes())
+        check_cpu_memory(loader.loaded_bytes(files, dtype, keep_codes=codes), None, free_memory())
     loaded = loader.load(files, dtype=dtype, progress=progress, keep_codes=codes)
     return TorchRunner.from_weights(loaded.config, loaded.weights, config, progress)
 
@@ -118,6 +117,7 @@ class TorchRunner:
             max_model_len = min(max_model_len, cache_size.usable_tokens)
         else:
             self.cache = allocate(cache_size, ops.device, ops.dtype)
+        model.reach(max_model_len)
         self.model = model
         self.config = config
         self.cache_size = cache_size
@@ -172,11 +172,12 @@ class TorchRunner:
         longest = model_config.max_position_embeddings
         check_longest(config, longest)
         if device.type == "cpu":
-            loaded, free = sum(t.nbytes for t in weights.values()), cpu_free_bytes()
+            loaded, free = sum(t.nbytes for t in weights.values()), free_memory()
             cache_size = plan_size(model_config, config, dtype)
             free = None if free is None else free + loaded
-            check_cpu_memory(loaded, cache_size, free, by_blocks=config.num_blocks is not None)
-        return cls.over(Decoder(model_config, weights, ops, longest, progress), config, progress)
+            rope = rope_bytes(model_config, min(longest, cache_size.usable_tokens))
+            check_cpu_memory(loaded, cache_size, free, rope=rope, by_blocks=config.num_blocks is not None)
+        return cls.over(Decoder(model_config, weights, ops, progress=progress), config, progress)
 
     @classmethod
     @torch.inference_mode()
@@ -190,7 +191,7 @@ class TorchRunner:
         cache_size = plan_size(model.config, config, ops.dtype, memory)
         if ops.device.type == "cpu":
             by_blocks = config.num_blocks is not None
-            check_cpu_memory(0, cache_size, cpu_free_bytes(), by_blocks=by_blocks)
+            check_cpu_memory(0, cache_size, free_memory(), by_blocks=by_blocks)
         runner = cls(model, cache_size, clamp_model_len(config.max_model_len, longest, cache_size), config)
         progress(1, 1, f"KV: {runner.cache_size}")
         runner.warm_up()
@@ -336,14 +337,6 @@ def clamp_model_len(asked: int | None, longest: int, cache: CacheSize) -> int:
     return asked
 
 
-def cores() -> int:
-    """Cores that this process may run on."""
-    try:
-        return len(os.sched_getaffinity(0))
-    except AttributeError:
-        return os.cpu_count() or 1
-
-
 def _profile_gpu(model: Model, config: EngineConfig) -> int:
     """Bytes left for KV beside weights and the activations of the largest step."""
     device = model.ops.device
@@ -354,6 +347,7 @@ def _profile_gpu(model: Model, config: EngineConfig) -> int:
     cache = allocate(small, device, model.ops.dtype)
     seq = Sequence(-1, Request(-1, [0] * tokens, SamplingParams(temperature=0.0), 0.0))
     seq.table = list(range(1, blocks))
+    model.reach(tokens)
     batch, _ = DeviceRows(1, blocks, config.block_size, device).apply(Plan(0, [Row(seq, 0, tokens, True)]))
     torch.cuda.reset_peak_memory_stats(device)
     model.forward(batch, cache)

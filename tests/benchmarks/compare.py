@@ -23,7 +23,7 @@ from typing import Any
 from engine.bench import Bench, read_bandwidth
 from engine.config import EngineConfig
 from engine.files import hub
-from engine.model.torch_runner import cores
+from engine.machine import cores
 from tests.benchmarks import peers
 
 TARGETS = {"decode-1": 68.0, "decode-8": 430.0, "prefill": 2390.0}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -85,17 +84,6 @@ def test_the_cpus_use_is_this_process_share_of_its_cores() -> None:
     assert sample.memory is None or sample.memory > 1 << 20
     assert sample.memory_total is None or sample.memory is None or sample.memory < sample.memory_total
     assert (sample.power, sample.temperature, sample.bandwidth) == (None, None, None)
-
-
-def test_a_cgroups_limit_counts(tmp_path: Path) -> None:
-    (tmp_path / "memory.max").write_text("1048576\n")
-    assert device._memory_total(tmp_path) == 1 << 20
-    (tmp_path / "memory.max").write_text("max\n")
-    assert device._memory_total(tmp_path) == device._memory_total(tmp_path / "absent")
-
-
-def test_memory_that_cannot_be_read_is_none(tmp_path: Path) -> None:
-    assert device._resident(tmp_path / "absent") is None
 
 
 def test_a_gpu_that_nvml_does_not_know_gives_no_cpu_figures(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -295,3 +295,24 @@ def test_what_cannot_be_paged_is_refused_by_name(
     with pytest.raises(SetupError, match=said) as e:
         TorchRunner.over(hf_model.load(files, CPU, torch.float32, lambda *_: None), CPU64)
     assert len(str(e.value)) <= 200
+
+
+def test_masks_and_positions_that_a_config_claims_are_in_the_memory_sum(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """GPT-BigCode keeps a mask of n_positions x n_positions bytes; only the config says how many these are."""
+    config = transformers.GPTBigCodeConfig(
+        n_embd=64,
+        n_layer=2,
+        n_head=4,
+        n_positions=64,
+        vocab_size=199,
+        architectures=["GPTBigCodeForCausalLM"],
+    )
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    raw = json.loads((tmp_path / "config.json").read_text()) | {"n_positions": 1 << 17}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    files = ModelFiles("safetensors", "m", tmp_path, (tmp_path / "model.safetensors",), raw)
+    monkeypatch.setattr(hf_model, "free_memory", lambda: 8 << 30)
+    with pytest.raises(SetupError, match=r"too little memory: weights 16 GiB .* free 8 GiB"):
+        hf_model.load(files, CPU, torch.float32, lambda *_: None)

@@ -106,7 +106,7 @@ def test_too_little_memory_is_said_before_it_is_taken(
 ) -> None:
     save(tmp_path, "Llama")
     stored = (tmp_path / "model.safetensors").stat().st_size
-    monkeypatch.setattr(loader, "cpu_free_bytes", lambda: stored // 2 + 5000)
+    monkeypatch.setattr(loader, "free_memory", lambda: stored // 2 + 5000)
     with pytest.raises(SetupError, match=r"too little memory: the weights of .* take .* are free"):
         loader.load(hub.resolve(str(tmp_path)))
     loader.load(hub.resolve(str(tmp_path)), dtype=torch.bfloat16)

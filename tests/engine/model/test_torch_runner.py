@@ -12,9 +12,11 @@ import torch
 from engine.config import EngineConfig
 from engine.errors import SetupError
 from engine.files.model_config import ModelConfig
-from engine.model import kv_cache, torch_runner
+from engine.model import kv_cache, layers, torch_runner
 from engine.model.batch import packed
+from engine.model.decoder import Decoder
 from engine.model.kv_cache import CacheSize, check_cpu_memory, gpu_kv_bytes, plan_size
+from engine.model.layers import rope_bytes, rope_table
 from engine.model.step_cost import SECONDS, StepCost
 from engine.model.torch_runner import TorchRunner, clamp_model_len
 from engine.params import SamplingParams
@@ -73,7 +75,7 @@ def test_too_little_memory_is_told_with_the_sum(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(SetupError, match="weights 256 MiB \\+ KV 192 MiB = 448 MiB, free 400 MiB") as e:
         check_cpu_memory(256 << 20, cache, 400 << 20)
     assert len(str(e.value)) <= 200
-    monkeypatch.setattr(torch_runner, "cpu_free_bytes", lambda: 1000)
+    monkeypatch.setattr(torch_runner, "free_memory", lambda: 1000)
     with pytest.raises(SetupError, match=r"too little memory.*; lower --num-blocks or"):
         runner(replace(CPU64, num_blocks=64))
     with pytest.raises(SetupError, match=r"too little memory.*; lower --kv-cache-memory or"):
@@ -82,6 +84,39 @@ def test_too_little_memory_is_told_with_the_sum(monkeypatch: pytest.MonkeyPatch)
         check_cpu_memory(256 << 20, None, 0)
     with pytest.raises(SetupError, match="KV needs 1,002 TiB"):
         kv_cache.allocate(CacheSize(1000, 1024, 512, 2, 1024, 513), torch.device("cpu"), torch.bfloat16)
+
+
+@pytest.mark.parametrize("claimed", [1 << 22, 1 << 30])
+def test_a_context_that_a_file_only_claims_costs_nothing(claimed: int) -> None:
+    """20 blocks hold 304 tokens: the RoPE table ends there, and is the one of a model that claims no more."""
+    r = runner(replace(CPU64, num_blocks=20), replace(LLAMA, max_position_embeddings=claimed))
+    assert r.max_model_len == 19 * 16
+    assert isinstance(r.model, Decoder)
+    assert len(r.model.rope.cos) == len(r.model.rope.sin) == 19 * 16
+    modest = runner(replace(CPU64, num_blocks=20), LLAMA)
+    assert isinstance(modest.model, Decoder)
+    assert torch.equal(r.model.rope.cos, modest.model.rope.cos[: 19 * 16])
+    prompt = [i % 199 for i in range(250)]
+    assert Driver(r).generate([prompt], 5) == Driver(modest).generate([prompt], 5)
+
+
+def test_a_table_made_in_parts_is_the_one_made_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = rope_table(LLAMA, 100, torch.device("cpu"))
+    monkeypatch.setattr(layers, "_ROPE_ROWS", 7)
+    parts = rope_table(LLAMA, 100, torch.device("cpu"))
+    assert torch.equal(whole.cos, parts.cos) and torch.equal(whole.sin, parts.sin)
+    assert rope_bytes(LLAMA, 100) == whole.cos.nbytes + whole.sin.nbytes
+
+
+def test_rope_is_part_of_the_memory_sum(monkeypatch: pytest.MonkeyPatch) -> None:
+    """2^20 blocks of one slot: the table takes 64 MiB, which alone decide here."""
+    config = replace(CPU64, num_blocks=(1 << 20) + 1, block_size=1)
+    model = replace(LLAMA, max_position_embeddings=1 << 30)
+    kv = plan_size(model, config, torch.float64)
+    free = kv.num_blocks * kv.bytes_per_block
+    monkeypatch.setattr(torch_runner, "free_memory", lambda: free)
+    with pytest.raises(SetupError, match=r"KV 1 GiB \+ RoPE 64 MiB = 1.06 GiB, free 1 GiB"):
+        runner(config, model)
 
 
 def test_a_gpu_gives_what_neither_weights_nor_others_take() -> None:
