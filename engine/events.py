@@ -10,7 +10,7 @@ renamed or means something else bumps it. Either is told in CHANGELOG.md.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -19,6 +19,28 @@ SCHEMA = 1
 
 NULL_BLOCK = 0
 """Physical block that is never handed out; the pool's queue starts as 1..num_blocks-1."""
+
+# What a number in a stream may be. Reading refuses any other; making an event checks nothing and costs nothing.
+Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
+"""A number of things, an index, or an id."""
+Block = Annotated[int, msgspec.Meta(ge=1, le=1 << 53)]
+"""A physical block; the null block is in no event."""
+Work = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
+"""Bytes or floating-point operations of one step."""
+Whole = Annotated[int, msgspec.Meta(ge=-(1 << 53), le=1 << 53)]
+"""A whole number that may be negative."""
+Token = Annotated[int, msgspec.Meta(ge=-(1 << 31), le=(1 << 31) - 1)]
+"""A token id; hashes cover it as an int32."""
+Seconds = Annotated[float, msgspec.Meta(ge=-1e12, le=1e12)]
+"""An instant; one before the stream began is negative."""
+Number = Annotated[float, msgspec.Meta(ge=-1e12, le=1e12)]
+"""A finite figure that may be negative."""
+Duration = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
+"""Seconds that something took."""
+Amount = Annotated[float, msgspec.Meta(ge=0, le=1e30)]
+"""A measured quantity, such as bytes/s."""
+Hash = Annotated[str, msgspec.Meta(min_length=32, max_length=32)]
+"""32 hex digits."""
 
 _Bytes = bytes
 """The contract names a field `bytes`, which would hide the type inside its class."""
@@ -34,15 +56,15 @@ class Event(msgspec.Struct, frozen=True, gc=False, tag_field="type", tag=True):
 class BlocksAllocated(Event, frozen=True):
     """Popped from the queue's head in this order; ref = 1; appended to the sequence's table."""
 
-    seq_id: int
-    ids: list[int]
+    seq_id: Count
+    ids: list[Block]
 
 
 class BlocksTouched(Event, frozen=True):
     """Left the queue if ref was 0; ref + 1; appended to the sequence's table."""
 
-    seq_id: int
-    ids: list[int]
+    seq_id: Count
+    ids: list[Block]
     why: Literal["hit", "fork"]
 
 
@@ -50,18 +72,18 @@ class BlocksCopied(Event, frozen=True):
     """Copy-on-write: dst popped from the head (without BlocksAllocated), ref[dst] = 1,
     table[index] = dst, ref[src] - 1 (src stays referenced by another table)."""
 
-    seq_id: int
-    index: int
-    src: int
-    dst: int
+    seq_id: Count
+    index: Count
+    src: Block
+    dst: Block
 
 
 class BlocksReleased(Event, frozen=True):
     """The table's last len(ids) entries, last first; ref - 1 each. Of those now at 0 the unhashed go
     to the queue's head as one group in this order, the hashed to its tail in this order."""
 
-    seq_id: int
-    ids: list[int]
+    seq_id: Count
+    ids: list[Block]
 
 
 class BlocksStored(Event, frozen=True):
@@ -72,13 +94,13 @@ class BlocksStored(Event, frozen=True):
     Hashes are 32 hex digits.
     """
 
-    seq_id: int
-    start_index: int
-    ids: list[int]
-    hashes: list[str]
-    parent: str
-    token_ids: list[int]
-    salt: str | None = None
+    seq_id: Count
+    start_index: Count
+    ids: list[Block]
+    hashes: list[Hash]
+    parent: Hash
+    token_ids: list[Token]
+    salt: Hash | None = None
 
 
 class BlocksEvicted(Event, frozen=True):
@@ -88,9 +110,9 @@ class BlocksEvicted(Event, frozen=True):
     unwritten: published for a forward that did not run; invalid: KV found bad (NaN logits).
     """
 
-    ids: list[int]
-    hashes: list[str]
-    by_seq: int | None
+    ids: list[Block]
+    hashes: list[Hash]
+    by_seq: Count | None
     why: Literal["reallocated", "unwritten", "invalid"]
 
 
@@ -107,13 +129,13 @@ class PoolSnapshot(Event, frozen=True):
     seq_ids / tables / computed: live sequences, their block tables and num_computed tokens.
     """
 
-    refs: list[int]
-    queue: list[int]
-    hashed_ids: list[int]
-    hashes: list[str]
-    seq_ids: list[int]
-    tables: list[list[int]]
-    computed: list[int]
+    refs: list[Count]
+    queue: list[Whole]
+    hashed_ids: list[Block]
+    hashes: list[Hash]
+    seq_ids: list[Count]
+    tables: list[list[Block]]
+    computed: list[Count]
 
 
 # ------------------------------------------------------------------------------------ engine life
@@ -122,31 +144,31 @@ class PoolSnapshot(Event, frozen=True):
 class ModelLoading(Event, frozen=True):
     """Progress of a start; `done` and `total` in the unit that `what` implies (bytes for files)."""
 
-    done: int
-    total: int
+    done: Count
+    total: Count
     what: str
 
 
 class EngineStarted(Event, frozen=True):
     """First event of a run but for ModelLoading. Pool events come only after it."""
 
-    schema: int
+    schema: Count
     source: Literal["live", "simulated", "recorded", "remote"]
     capabilities: list[str]
     """What this source can know: blocks, text, timings, device. Panels say so where it can't."""
     model: str
     device: str
     dtype: str
-    num_blocks: int
+    num_blocks: Count
     """Physical blocks, the null block included."""
-    block_size: int
-    bytes_per_block: int
-    weights_bytes: int
+    block_size: Count
+    bytes_per_block: Count
+    weights_bytes: Count
     hash_seed: int | None
     """None in a redacted recording: hashes then cannot be recomputed."""
-    epoch: float
+    epoch: Seconds
     """Unix time at t = 0 of the batches."""
-    max_model_len: int
+    max_model_len: Count
     knobs: dict[str, Any]
     """Every other setting of the engine, by its name."""
 
@@ -161,32 +183,32 @@ class EngineError(Event, frozen=True):
     """Something failed. fatal: the engine stops; otherwise it goes on without `request_id`."""
 
     message: str
-    request_id: int | None = None
+    request_id: Count | None = None
     fatal: bool = False
 
 
 class HitAudited(Event, frozen=True):
     """What a request read from the cache was computed again (--audit). blocks: those compared; bad: of
     them those whose KV is not what their tokens give (an EngineError and BlocksEvicted invalid follow);
-    error: the largest distance found, relative; tolerance: what it may be."""
+    error: the largest distance found, relative, None where it was not finite; tolerance: what it may be."""
 
-    request_id: int
-    blocks: list[int]
-    bad: list[int]
-    error: float
-    tolerance: float
+    request_id: Count
+    blocks: list[Block]
+    bad: list[Block]
+    error: Amount | None
+    tolerance: Amount
 
 
 class DeviceSample(Event, frozen=True):
     """None = this device does not tell. util in percent, memory in bytes, power in W, temperature
     in degrees Celsius, bandwidth in bytes/s."""
 
-    util: float | None = None
-    memory: int | None = None
-    memory_total: int | None = None
-    power: float | None = None
-    temperature: float | None = None
-    bandwidth: float | None = None
+    util: Amount | None = None
+    memory: Count | None = None
+    memory_total: Count | None = None
+    power: Amount | None = None
+    temperature: Number | None = None
+    bandwidth: Amount | None = None
 
 
 class KernelsProfiled(Event, frozen=True):
@@ -197,25 +219,25 @@ class KernelsProfiled(Event, frozen=True):
     kernels included. bandwidth (bytes/s) and peak (FLOP/s): measured on this device; None: not known.
     """
 
-    tokens: int
-    sequences: int
+    tokens: Count
+    sequences: Count
     names: list[str]
-    calls: list[int]
-    seconds: list[float]
-    bytes: list[int]
-    flops: list[int]
-    forward: float
-    bandwidth: float | None = None
-    peak: float | None = None
+    calls: list[Count]
+    seconds: list[Duration]
+    bytes: list[Work]
+    flops: list[Work]
+    forward: Duration
+    bandwidth: Amount | None = None
+    peak: Amount | None = None
 
 
 class GraphCaptured(Event, frozen=True):
     """Steps that decode up to `bucket` sequences run as one CUDA graph from now on. graphs: how many there are
     with it, 1 after all were dropped; 0: it could not be captured, and steps run without any. seconds: it took."""
 
-    bucket: int
-    graphs: int
-    seconds: float
+    bucket: Count
+    graphs: Count
+    seconds: Duration
 
 
 # --------------------------------------------------------------------------------------- requests
@@ -224,37 +246,37 @@ class GraphCaptured(Event, frozen=True):
 class Timings(msgspec.Struct, frozen=True, gc=False):
     """Instants on the batches' clock, in seconds; None where the request never got there."""
 
-    t_arrival: float
-    t_admitted: float | None = None
-    t_first_token: float | None = None
-    t_last_token: float | None = None
-    t_finished: float | None = None
+    t_arrival: Seconds
+    t_admitted: Seconds | None = None
+    t_first_token: Seconds | None = None
+    t_last_token: Seconds | None = None
+    t_finished: Seconds | None = None
 
 
 class Usage(msgspec.Struct, frozen=True, gc=False):
     """Tokens. cached + computed = prompt at the first admission; cache_write = prompt tokens in
     blocks that this request published; recomputed = computed again after preemptions."""
 
-    prompt_tokens: int
-    cached_tokens: int
-    computed_tokens: int
-    cache_write_tokens: int
-    output_tokens: int
-    preemptions: int = 0
-    recomputed_tokens: int = 0
+    prompt_tokens: Count
+    cached_tokens: Count
+    computed_tokens: Count
+    cache_write_tokens: Count
+    output_tokens: Count
+    preemptions: Count = 0
+    recomputed_tokens: Count = 0
 
 
 class RequestQueued(Event, frozen=True):
     """A request entered the waiting queue. spans: (start, end, role, name) over prompt tokens."""
 
-    request_id: int
-    prompt_token_ids: list[int]
-    t_arrival: float
-    n: int = 1
-    priority: int = 0
-    salt: str | None = None
-    conversation: int | None = None
-    spans: list[tuple[int, int, str, str]] = []
+    request_id: Count
+    prompt_token_ids: list[Token]
+    t_arrival: Seconds
+    n: Count = 1
+    priority: Whole = 0
+    salt: Hash | None = None
+    conversation: Whole | None = None
+    spans: list[tuple[Count, Count, str, str]] = []
     params: dict[str, Any] = {}
 
 
@@ -262,12 +284,12 @@ class PrefixLookup(Event, frozen=True):
     """One look into the hash table, once per admission (later look-ups of a running prefill emit
     only BlocksTouched). hashes: every full block of the sequence that could be asked for."""
 
-    request_id: int
-    hashes: list[str]
-    hit_blocks: int
-    queried_blocks: int
-    hit_tokens: int
-    prompt_tokens: int
+    request_id: Count
+    hashes: list[Hash]
+    hit_blocks: Count
+    queried_blocks: Count
+    hit_tokens: Count
+    prompt_tokens: Count
     resumed: bool = False
     template_rewrote_history: bool = False
 
@@ -280,34 +302,34 @@ class AdmissionBlocked(Event, frozen=True):
     and places that are free; max_num_batched_tokens (without chunked prefill): tokens of both.
     """
 
-    request_id: int
-    need: int
-    free: int
+    request_id: Count
+    need: Count
+    free: Count
     reason: str
 
 
 class RequestAdmitted(Event, frozen=True):
     """From waiting to running. cached_tokens: read from the cache instead of computed."""
 
-    request_id: int
-    seq_id: int
-    cached_tokens: int
+    request_id: Count
+    seq_id: Count
+    cached_tokens: Count
     resumed: bool = False
 
 
 class RequestPreempted(Event, frozen=True):
     """Back to the front of the waiting queue; its blocks were released (BlocksReleased)."""
 
-    request_id: int
-    seq_ids: list[int]
-    tokens_lost: int
+    request_id: Count
+    seq_ids: list[Count]
+    tokens_lost: Count
     """Computed tokens whose KV was given up (part of it may come back as cache hits)."""
 
 
 class RequestFinished(Event, frozen=True):
     """reason: stop, length, abort, error, refused; `error` says why for the last two."""
 
-    request_id: int
+    request_id: Count
     reason: Literal["stop", "length", "abort", "error", "refused"]
     timings: Timings
     usage: Usage
@@ -323,10 +345,10 @@ class StepScheduled(Event, frozen=True):
     when that one is finished: what it took from the pool may stand in the batch before, and rows of sequences
     that had ended by then are left out (StepCompleted.overrun)."""
 
-    seq_ids: list[int]
-    start: list[int]
-    n: list[int]
-    drafts: list[int] = []
+    seq_ids: list[Count]
+    start: list[Count]
+    n: list[Count]
+    drafts: list[Count] = []
 
 
 class TokensSampled(Event, frozen=True):
@@ -336,10 +358,10 @@ class TokensSampled(Event, frozen=True):
     rows; num_computed after the step; text: what became visible (never half a character).
     """
 
-    seq_ids: list[int]
-    token_ids: list[int]
-    counts: list[int]
-    num_computed: list[int]
+    seq_ids: list[Count]
+    token_ids: list[Token]
+    counts: list[Count]
+    num_computed: list[Count]
     text: list[str]
 
 
@@ -350,41 +372,41 @@ class TokenLogprobs(Event, frozen=True):
     tokens drawn; top_ids and top_logprobs, falling, of the k likeliest in each place.
     """
 
-    seq_ids: list[int]
-    token_ids: list[int]
-    logprobs: list[float]
-    top_ids: list[list[int]]
-    top_logprobs: list[list[float]]
+    seq_ids: list[Count]
+    token_ids: list[Token]
+    logprobs: list[Number]
+    top_ids: list[list[Token]]
+    top_logprobs: list[list[Number]]
 
 
 class TokenPieces(Event, frozen=True):
     """Raw bytes of token ids at their first use in a stream, so that no reader needs a tokenizer."""
 
-    ids: list[int]
+    ids: list[Token]
     bytes: list[_Bytes]
 
 
 class SequenceForked(Event, frozen=True):
     """Emitted before parent and child sample."""
 
-    request_id: int
-    parent: int
-    child: int
+    request_id: Count
+    parent: Count
+    child: Count
 
 
 class BeamPruned(Event, frozen=True):
     """A beam was dropped; its blocks follow as BlocksReleased."""
 
-    request_id: int
-    seq_id: int
+    request_id: Count
+    seq_id: Count
 
 
 class DraftVerified(Event, frozen=True):
     """Speculative tokens proposed and accepted for one sequence in one step."""
 
-    seq_id: int
-    proposed: int
-    accepted: int
+    seq_id: Count
+    proposed: Count
+    accepted: Count
 
 
 class StepCompleted(Event, frozen=True):
@@ -396,19 +418,19 @@ class StepCompleted(Event, frozen=True):
     which showed only later (asynchronous scheduling)."""
 
     slow: bool
-    budget: int
-    decode_tokens: int
-    prefill_tokens: int
-    t_schedule: float
-    t_prepare: float
-    t_forward: float
-    t_sample: float
-    t_gpu: float | None
-    queues: dict[str, int]
-    free: int
-    active: int
-    cached: int
-    overrun: int = 0
+    budget: Count
+    decode_tokens: Count
+    prefill_tokens: Count
+    t_schedule: Duration
+    t_prepare: Duration
+    t_forward: Duration
+    t_sample: Duration
+    t_gpu: Duration | None
+    queues: dict[str, Count]
+    free: Count
+    active: Count
+    cached: Count
+    overrun: Count = 0
 
 
 POOL_EVENTS = (
@@ -471,10 +493,10 @@ _tags = {t.__name__: msgspec.json.Decoder(t) for t in ALL_EVENTS}
 
 
 class _RawBatch(msgspec.Struct):
-    seq: int
-    t: float
-    step: int
-    first_event: int
+    seq: Count
+    t: Duration
+    step: Count
+    first_event: Count
     events: list[msgspec.Raw]
 
 
@@ -508,7 +530,10 @@ def decode_batch(line: bytes | str) -> StepBatch:
     for item in raw.events:
         tag = _tag_decoder.decode(item).type
         decoder = _tags.get(tag)
-        events.append(UnknownEvent(tag) if decoder is None else decoder.decode(item))
+        try:
+            events.append(UnknownEvent(tag) if decoder is None else decoder.decode(item))
+        except msgspec.ValidationError as error:
+            raise msgspec.ValidationError(f"{tag}: {error}") from None
     return StepBatch(raw.seq, raw.t, raw.step, raw.first_event, events)
 
 

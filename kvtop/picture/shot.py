@@ -153,16 +153,15 @@ async def _picture(batches: list[StepBatch], moment: float, size: Size, options:
 
 
 def _until(path: Path, at: float | None) -> tuple[list[StepBatch], bool]:
-    """(batches with t <= at, at least one; whether more follow). A file that breaks off later does not
-    matter."""
+    """(batches with t <= at, at least one; whether more follow). Of a file that breaks off, what is there."""
     batches: list[StepBatch] = []
     try:
         for batch in read(path):
             if at is not None and batch.t > at and batches:
                 return batches, True
             batches.append(batch)
-    except RecordingError:
-        if not batches:
+    except RecordingError as error:
+        if not batches or not error.truncated:
             raise
     if not batches:
         raise RecordingError(path, "holds no batch")

@@ -1,12 +1,16 @@
 """The file format of recordings: one header line, then one StepBatch a line, plain or gzip.
 
 Owns the header and the reading. Invariant: whatever a file contains, a reader gets either batches or one
-RecordingError of one line that names the line number; lengths are bounded before anything is believed.
+RecordingError of one line that names the line number. Every batch has passed the door (door.py), and the length
+of a line is bounded before it is read.
 """
 
 from __future__ import annotations
 
 import io
+import json
+import math
+import re
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +22,7 @@ import msgspec
 from engine import SetupError
 from engine.events import SCHEMA, StepBatch, decode_batch
 from kvtop import __version__
+from kvtop.record.door import Door, Refused
 from kvtop.text import cut, safe_text
 
 LONGEST_LINE = 256 << 20
@@ -27,10 +32,23 @@ LONGEST_LINE = 256 << 20
 class RecordingError(SetupError):
     """A file that cannot be read as a recording, or not to its end. `line` counts from 1, 0 is none."""
 
+    truncated = False
+    """The file ends too early: what came before this line is whole."""
+
     def __init__(self, path: Path, what: str, line: int = 0) -> None:
         where = f"{safe_text(path.name)[-60:]}" + (f": line {line:,}" if line else "")
         super().__init__(cut(f"{where}: {safe_text(what)}", 200))
         self.line = line
+
+
+class TruncatedError(RecordingError):
+    """A recording that was not closed, or whose end is lost."""
+
+    truncated = True
+
+
+class ClaimError(RecordingError):
+    """A line that is a batch by its form, with a field that cannot be what it says."""
 
 
 class Header(msgspec.Struct):
@@ -49,9 +67,10 @@ def read(path: str | Path) -> Iterator[StepBatch]:
     """Batches in order. Raises RecordingError when it cannot be opened, is no recording, has a newer
     schema, or as soon as a line cannot be read (a file cut off in the middle of one, for example)."""
     path = Path(path)
+    door = Door()
     with open_recording(path) as file:
         for number, line in lines(path, file):
-            yield parse(path, number, line)
+            yield parse(path, number, line, door)
 
 
 @contextmanager
@@ -74,18 +93,60 @@ def lines(path: Path, file: BinaryIO, first: int = 2) -> Iterator[tuple[int, byt
     number = first
     while line := _line(path, file, number):
         if not line.endswith(b"\n") and not _is_whole(line):
-            raise RecordingError(path, "is cut off; the recording did not end properly", number)
+            raise TruncatedError(path, "is cut off; the recording did not end properly", number)
         if line.strip():
             yield number, line.rstrip(b"\r\n")
         number += 1
 
 
-def parse(path: Path, number: int, line: bytes) -> StepBatch:
-    """One line. Raises RecordingError."""
+def parse(path: Path, number: int, line: bytes, door: Door) -> StepBatch:
+    """One line, checked by `door`, which knows what came before. Raises RecordingError."""
     try:
-        return decode_batch(line)
+        batch = decode_batch(line)
+        door.check(batch)
+    except Refused as error:
+        raise ClaimError(path, str(error), number) from None
+    except msgspec.ValidationError as error:
+        raise ClaimError(path, _with_field(str(error)), number) from None
     except (msgspec.DecodeError, RecursionError, ValueError) as error:
+        field = _not_finite(line)
+        if field is not None:
+            raise ClaimError(path, f"{field} is no finite number", number) from None
         raise RecordingError(path, f"is not a batch of events: {error}", number) from None
+    return batch
+
+
+_FIELD = re.compile(r"(?:(\w+): )?(.*) - at `\$\.?(.*)`")
+
+
+def _with_field(error: str) -> str:
+    """ "TokensSampled: Expected `int` >= 0 - at `$.counts[0]`" with the field first."""
+    found = _FIELD.fullmatch(error)
+    if found is None:
+        return f"is not a batch of events: {error}"
+    event, what, field = found.groups()
+    return f"{event}.{field}: {what}" if event else f"{field}: {what}"
+
+
+def _not_finite(line: bytes) -> str | None:
+    """The first field that is NaN or Infinity, which JSON does not have but some writers write."""
+    try:
+        return next(_not_finite_in("", json.loads(line)), None)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _not_finite_in(field: str, value: Any) -> Iterator[str]:
+    if isinstance(value, float) and not math.isfinite(value):
+        yield field.lstrip(".")
+    elif isinstance(value, dict):
+        for name, item in value.items():
+            yield from _not_finite_in(
+                f"{value['type']}.{name}" if "type" in value else f"{field}.{name}", item
+            )
+    elif isinstance(value, list):
+        for place, item in enumerate(value):
+            yield from _not_finite_in(f"{field}[{place}]", item)
 
 
 class _Unzipped(io.RawIOBase):
@@ -134,9 +195,9 @@ def _line(path: Path, file: BinaryIO, number: int) -> bytes:
     try:
         line = file.readline(LONGEST_LINE)
     except EOFError:
-        raise RecordingError(path, "the compressed file ends too early", number) from None
+        raise TruncatedError(path, "the compressed file ends too early", number) from None
     except zlib.error as error:
-        raise RecordingError(path, f"the compressed file is damaged: {error}", number) from None
+        raise TruncatedError(path, f"the compressed file is damaged: {error}", number) from None
     except OSError as error:
         raise RecordingError(path, f"cannot be read: {error.strerror or error}", number) from None
     if len(line) == LONGEST_LINE:

@@ -19,8 +19,9 @@ from typing import BinaryIO
 import msgspec
 import numpy as np
 
-from engine.events import ModelLoading, StepBatch
-from kvtop.record.recording import RecordingError, lines, open_recording, parse
+from engine.events import Count, Duration, ModelLoading, StepBatch
+from kvtop.record.door import Door
+from kvtop.record.recording import ClaimError, RecordingError, lines, open_recording, parse
 from kvtop.state.dashboard import DashboardState
 
 FRAME_S = 5.0
@@ -29,14 +30,17 @@ FRAME_BATCHES = 1000
 """Batches between key-frames at most."""
 MOST_PER_DRAIN = 2000
 """Batches handed out at once: at a high speed the clock waits rather than the screen."""
+CHECKED_BATCHES = 500
+"""Batches that are checked before anything is played: a wrong file is refused, as everywhere. What is wrong
+further on ends the playback there, with its reason in the badge."""
 SEEK_S = 0.2
 """Seconds of work that one call may spend on a long seek; the next calls go on."""
 SPEEDS = (0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 64.0)
 
 
 class _Head(msgspec.Struct):
-    t: float
-    seq: int
+    t: Duration
+    seq: Count
 
 
 class RecordingSource:
@@ -54,6 +58,7 @@ class RecordingSource:
         self.paused = False
         self.speed = 1.0
         self._wall = wall
+        self._door = Door()
         self._file, times, places = self._index()
         if not times:
             raise RecordingError(self.path, self.problem or "holds no batch of events")
@@ -253,9 +258,10 @@ class RecordingSource:
     def _batch(self, i: int) -> StepBatch:
         offset, length, number = (int(x) for x in self._places[i])
         try:
-            return parse(self.path, number, os.pread(self._file.fileno(), length, offset))
+            line = os.pread(self._file.fileno(), length, offset)
         except OSError as error:
             raise RecordingError(self.path, f"cannot be read: {error.strerror or error}", number) from None
+        return parse(self.path, number, line, self._door)
 
     def _index(self) -> tuple[BinaryIO, list[float], list[int]]:
         """One pass: where the batches lie. A compressed file is unpacked into a nameless temporary one."""
@@ -269,19 +275,20 @@ class RecordingSource:
                 for number, line in lines(self.path, file):
                     try:
                         at = head.decode(line)
-                    except (msgspec.DecodeError, RecursionError, ValueError) as error:
-                        raise RecordingError(
-                            self.path, f"is not a batch of events: {error}", number
-                        ) from None
+                    except (msgspec.DecodeError, RecursionError, ValueError):
+                        parse(self.path, number, line, self._door)  # says what is wrong
+                        raise
                     if times and at.t < times[-1]:
                         raise RecordingError(self.path, f"t went back from {times[-1]} to {at.t}", number)
+                    if len(times) < CHECKED_BATCHES:
+                        parse(self.path, number, line, self._door)
                     times.append(at.t)
                     places += (offset, len(line), number)
                     kept.write(line)
                     offset += len(line)
             kept.flush()
         except RecordingError as error:
-            if error.line < 2 or not times:
+            if error.line < 2 or not times or isinstance(error, ClaimError):
                 raise
             self.problem = str(error)
             kept.flush()

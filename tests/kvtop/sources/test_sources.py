@@ -190,18 +190,38 @@ def test_a_damaged_recording_is_played_up_to_the_damage(tmp_path: Path) -> None:
         recorder(batch)
     recorder.close()
     lines = (tmp_path / "a.jsonl").read_bytes().splitlines(keepends=True)
-    for spoil, at in ((b"garbage\n", 20), (lines[20].replace(b'"ids":[', b'"ids":["x",', 1), 20)):
-        (tmp_path / "b.jsonl").write_bytes(b"".join([*lines[:at], spoil, *lines[at + 1 :]]))
-        source, state, _ = opened(tmp_path / "b.jsonl")
-        source.seek(1e9, wait=True)
-        if spoil != lines[20]:
-            assert state.num_batches == at - 1
-            assert source.problem is not None
-            assert "line 21" in source.problem
-            assert source.ended
+    (tmp_path / "b.jsonl").write_bytes(b"".join([*lines[:20], b"garbage\n", *lines[21:]]))
+    source, state, _ = opened(tmp_path / "b.jsonl")
+    source.seek(1e9, wait=True)
+    assert state.num_batches == 19
+    assert source.problem is not None
+    assert "line 21" in source.problem
+    assert source.ended
     (tmp_path / "c.jsonl").write_bytes(lines[0])
     with pytest.raises(RecordingError, match="holds no batch"):
         RecordingSource(tmp_path / "c.jsonl")
+
+
+def test_a_claim_that_cannot_be_is_refused_at_the_start_and_ends_a_playback_further_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batches = stretched(40)
+    recorder = Recorder(tmp_path / "a.jsonl")
+    for batch in batches:
+        recorder(batch)
+    recorder.close()
+    lines = (tmp_path / "a.jsonl").read_bytes().splitlines(keepends=True)
+    at = next(i for i, line in enumerate(lines) if i >= 20 and b'"ids":[' in line)
+    lines[at] = lines[at].replace(b'"ids":[', b'"ids":[99999,', 1)
+    (tmp_path / "b.jsonl").write_bytes(b"".join(lines))
+    with pytest.raises(RecordingError, match=rf"line {at + 1}: .*ids.*block 99,999 is outside the pool"):
+        RecordingSource(tmp_path / "b.jsonl")
+    monkeypatch.setattr("kvtop.sources.recording.CHECKED_BATCHES", 5)
+    source, state, _ = opened(tmp_path / "b.jsonl")
+    source.seek(1e9, wait=True)
+    assert state.num_batches == at - 1
+    assert source.problem is not None
+    assert f"line {at + 1}" in source.problem
 
 
 # -------------------------------------------------------------------------------------------- live
