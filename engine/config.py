@@ -67,6 +67,8 @@ class EngineConfig:
     """Tokens of all that wait; a request that would exceed them is refused. None is no limit."""
     audit: int = 0
     """Of so many admissions that read from the cache one is computed again and compared; 0 is none."""
+    allow_special_tokens: bool = False
+    """A special token's name in a prompt becomes that token; else it stays text."""
     seed: int = 0
     """Base of the sampling seeds of requests that bring none."""
     hash_seed: int | None = None

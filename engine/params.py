@@ -37,7 +37,7 @@ class SamplingParams:
     """Keep the k most likely tokens; 0 keeps all."""
     top_p: float | None = None
     """Keep the smallest set whose probability reaches p, 0 < p <= 1."""
-    min_p: float = 0.0
+    min_p: float | None = None
     """Drop tokens less likely than min_p times the most likely one, 0 <= min_p < 1."""
     seed: int | None = None
     """None derives one from the engine's seed and the request's number."""
@@ -49,7 +49,7 @@ class SamplingParams:
     """Go on after an EOS token (for measurements)."""
     min_tokens: int = 0
     """Neither EOS nor a stop token is drawn, no stop text ends the output, before so many tokens."""
-    repetition_penalty: float = 1.0
+    repetition_penalty: float | None = None
     """Divides (or, under 0, multiplies) the logit of every token of prompt and output; over 0, at most 10."""
     presence_penalty: float = 0.0
     """Taken off the logit of every token in the output, -2 to 2."""
@@ -76,7 +76,8 @@ class SamplingParams:
         need(t is None or 0 <= t <= 100, f"temperature must be between 0 and 100, not {t}")
         need(k is None or k >= 0, f"top_k must be 0 (all) or more, not {k}")
         need(p is None or 0 < p <= 1, f"top_p must be over 0 and at most 1, not {p}")
-        need(0 <= self.min_p < 1, f"min_p must be at least 0 and under 1, not {self.min_p}")
+        m = self.min_p
+        need(m is None or 0 <= m < 1, f"min_p must be at least 0 and under 1, not {m}")
         need(not isinstance(self.stop, str), f"stop must be a tuple of texts, not the text {self.stop!r:.40}")
         need(all(self.stop), "stop must not contain an empty text")
         ids = self.stop_token_ids
@@ -86,7 +87,7 @@ class SamplingParams:
             0 <= n <= self.max_tokens, f"min_tokens must be from 0 to max_tokens ({self.max_tokens}), not {n}"
         )
         r = self.repetition_penalty
-        need(0 < r <= 10, f"repetition_penalty must be over 0 and at most 10, not {r}")
+        need(r is None or 0 < r <= 10, f"repetition_penalty must be over 0 and at most 10, not {r}")
         for name in ("presence_penalty", "frequency_penalty"):
             penalty = getattr(self, name)
             need(-2 <= penalty <= 2, f"{name} must be between -2 and 2, not {penalty}")
@@ -126,24 +127,36 @@ class SamplingParams:
         need(s is None or 0 <= s < 2**63, f"seed must be between 0 and 2**63 - 1, not {s}")
 
     def resolved(self, defaults: dict[str, Any], seed: int) -> SamplingParams:
-        """Copy without None: `defaults` is the model's generation_config (temperature, top_k, top_p,
-        do_sample), `seed` is used where none was given."""
+        """Copy without None: `defaults` is the model's generation_config (do_sample, temperature, top_k, top_p,
+        min_p, repetition_penalty), `seed` is used where none was given.
+
+        As in transformers the filters need do_sample, the penalty does not. A beam takes no penalty."""
+        defaults = {
+            key: value for key, value in defaults.items() if value is not None
+        }  # some configs say null
         own = defaults if defaults.get("do_sample", False) else {}
+        penalty = self.repetition_penalty
+        if penalty is None:
+            penalty = 1.0 if self.beam_width > 1 else defaults.get("repetition_penalty", 1.0)
         t = self.temperature if self.temperature is not None else own.get("temperature")
-        if t is None:  # some configs say null
+        if t is None:
             t = 1.0 if own else 0.7 if self.n > 1 else 0.0  # n greedy samples would be n times the same
         return replace(
             self,
             temperature=float(t),
-            top_k=int(self.top_k if self.top_k is not None else own.get("top_k") or 0),
-            top_p=float(self.top_p if self.top_p is not None else own.get("top_p") or 1.0),
+            top_k=int(self.top_k if self.top_k is not None else own.get("top_k", 0)),
+            top_p=float(self.top_p if self.top_p is not None else own.get("top_p", 1.0)),
+            min_p=float(self.min_p if self.min_p is not None else own.get("min_p", 0.0)),
+            repetition_penalty=float(penalty),
             seed=self.seed if self.seed is not None else seed,
         )
 
     @property
     def counts_tokens(self) -> bool:
         """A penalty asks which tokens came up before."""
-        return self.repetition_penalty != 1 or bool(self.presence_penalty or self.frequency_penalty)
+        return self.repetition_penalty not in (None, 1) or bool(
+            self.presence_penalty or self.frequency_penalty
+        )
 
     @property
     def needs_each_token(self) -> bool:

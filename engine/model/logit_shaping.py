@@ -59,8 +59,8 @@ class Shaper:
         wide = logits if logits.dtype == torch.float64 else logits.float()
         if len(marks.bias_ids):
             wide = wide.index_add(0, marks.bias_ids, marks.bias.to(wide.dtype))
-        if params.repetition_penalty != 1:
-            r = params.repetition_penalty
+        r = params.repetition_penalty
+        if r is not None and r != 1:
             wide = torch.where(marks.seen, torch.where(wide < 0, wide * r, wide / r), wide)
         if params.frequency_penalty:
             wide = wide - params.frequency_penalty * marks.counts

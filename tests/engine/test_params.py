@@ -103,3 +103,17 @@ def test_the_event_gets_plain_values() -> None:
     assert plain["stop"] == ["a"] and plain["stop_token_ids"] == [1, 2]
     assert json.loads(json.dumps(plain)) == plain
     assert set(plain) == set(SamplingParams.__slots__)
+
+
+def test_a_models_repetition_penalty_holds_unless_the_request_has_its_own() -> None:
+    """As in transformers it needs no do_sample, which min_p does."""
+    greedy = {"repetition_penalty": 1.1, "min_p": 0.2, "top_p": 1e-9}
+    p = SamplingParams().resolved(greedy, seed=5)
+    assert (p.repetition_penalty, p.min_p, p.top_p) == (1.1, 0.0, 1.0)
+    assert p.counts_tokens and not SamplingParams().counts_tokens
+    p = SamplingParams().resolved(greedy | {"do_sample": True}, seed=5)
+    assert (p.repetition_penalty, p.min_p, p.top_p) == (1.1, 0.2, 1e-9)
+    p = SamplingParams(repetition_penalty=1.0, min_p=0.0).resolved(greedy | {"do_sample": True}, seed=5)
+    assert (p.repetition_penalty, p.min_p) == (1.0, 0.0)
+    assert SamplingParams(beam_width=4).resolved(greedy, 1).repetition_penalty == 1.0
+    assert SamplingParams().resolved({"repetition_penalty": None}, 1).repetition_penalty == 1.0
