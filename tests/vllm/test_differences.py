@@ -216,5 +216,5 @@ def test_every_difference_has_its_scenario() -> None:
     assert SCENARIOS.keys() == DIFFERENCES.keys()
 
 
-def test_the_readme_has_the_list_as_it_is() -> None:
-    assert as_table() in (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+def test_the_documentation_has_the_list_as_it_is() -> None:
+    assert as_table() in (Path(__file__).parents[2] / "docs" / "beside-vllm.md").read_text(encoding="utf-8")

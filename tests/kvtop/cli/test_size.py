@@ -86,9 +86,9 @@ $: a million tokens at $2.5 an hour, if each request gets one every 50 ms
     )
 
 
-def test_the_readme_shows_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    readme = (Path(__file__).resolve().parents[3] / "README.md").read_text("utf-8")
-    (words, shown) = re.search(r"```\n\$ kvtop size (.*)\n([^`]*)```", readme).groups()
+def test_the_documentation_shows_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).resolve().parents[3] / "docs" / "models-and-memory.md").read_text("utf-8")
+    (words, shown) = re.search(r"```\n\$ kvtop size (.*)\n([^`]*)```", page).groups()
     assert said(capsys, *words.split()) == shown
     rows = {name: json.loads(said(capsys, name, "--json")) for name in sizing.known_models()}
     for name, title in (
@@ -101,7 +101,7 @@ def test_the_readme_shows_what_is_printed(capsys: pytest.CaptureFixture[str]) ->
         r = rows[name]
         full = f"{r['full_attention_bytes_per_token'] / r['bytes_per_token']:.3g} ×"
         sizes = [r["bytes_per_token"], r["contexts"]["4096"]["bytes"], r["contexts"]["131072"]["bytes"]]
-        line = next(line for line in readme.splitlines() if line.startswith(f"| {title} ("))
+        line = next(line for line in page.splitlines() if line.startswith(f"| {title} ("))
         assert line.endswith(f") | {' | '.join(amount(n) for n in sizes)} | {full} |")
 
 
