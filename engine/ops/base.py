@@ -1,9 +1,9 @@
-"""Ops: the only seam that knows the device.
+"""Ops: the operations of a decoder. Only their implementations know the device.
 
-Owns the names of a decoder's operations, the shapes that pass between them, and the default bodies of
-`attention_block`, `mlp_block` and `decoder`, which compose the smaller ones. A back end overrides the
-level that pays. Keeps two invariants: KV of the whole batch is stored in a layer before that layer's
-attention reads, and a slot outside a sequence's length is never read (it may hold NaN).
+Owns the names of the operations, the shapes that pass between them, and the default bodies of
+`attention_block`, `mlp_block` and `decoder`, which are composed of the smaller operations. A back end overrides
+the operations where its own code is faster. Two invariants: a layer stores the KV of the whole batch before its
+attention reads, and no slot outside a sequence's length is ever read (it may hold NaN).
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class AttentionWeights:
     head_dim: int
     eps: float
     native: Any = None
-    """What the back end keeps beside it."""
+    """What the back end stores with it."""
 
 
 @dataclass(slots=True)
@@ -92,8 +92,8 @@ class StepInput:
     token_ids int64 [T]; positions int32 [T]; slots int64 [T] = block * block_size + offset;
     tables int32 [rows, max_blocks] (persistent); rows int32 [S], each sequence's row in `tables`;
     q_starts int32 [S + 1]; kv_lens int32 [S], tokens to attend to including this step's;
-    logit_rows int64 [L], the token rows whose logits are wanted. q_lens and kv_lens_host are the
-    same facts on the host. work and note: see Beside; empty where nobody asked the back end.
+    logit_rows int64 [L], the token rows whose logits are needed. q_lens and kv_lens_host are the
+    same lengths on the host. work and note: see Beside; empty if the back end was not asked.
     """
 
     token_ids: Tensor
@@ -112,8 +112,8 @@ class StepInput:
 
 @dataclass(slots=True)
 class Beside:
-    """What a back end wants on the device beside a step's tokens, in the same copy. sampling: what `draw` reads
-    (comes back as SampleRows.sent); work: what `plan` reads, and note: what the host keeps of it."""
+    """What a back end needs on the device in addition to a step's tokens, sent in the same copy. sampling: what
+    `draw` reads (it comes back as SampleRows.sent). work: what `plan` reads. note: what the host keeps of it."""
 
     sampling: NDArray[np.generic] | None = None
     work: list[NDArray[np.generic]] = field(default_factory=list)
@@ -122,23 +122,24 @@ class Beside:
 
 @dataclass(slots=True)
 class StepPlan:
-    """What `plan` prepares once a step for all layers; back ends subclass it."""
+    """What `plan` prepares once a step for all layers. Back ends subclass it."""
 
     batch: StepInput
     rope: RopeTable
 
 
 State = tuple[Tensor | None, Tensor]
-"""Between blocks: (delta, residual), both [T, hidden]. The hidden state is their sum; a delta of None
-means that it is already added. The residual's dtype is the back end's choice."""
+"""What one block gives to the next: (delta, residual), both [T, hidden]. The hidden state is their sum. A delta
+of None means that it was added already. The back end chooses the dtype of the residual."""
 
 
 class Ops(ABC):
-    """A back end. x is [T, features] in `dtype` on `device` unless said otherwise."""
+    """A back end. x is [T, features] in `dtype` on `device`, unless a docstring says otherwise."""
 
     name: str
     fused = False
-    """Linears add to a residual in float32, and gate_up applies the activation: no pass of its own does."""
+    """The linears themselves add to a float32 residual, and gate_up applies the activation. No separate pass is
+    needed for either."""
 
     def __init__(
         self, device: torch.device, dtype: torch.dtype, quantization: Quantization | None = None
@@ -146,14 +147,14 @@ class Ops(ABC):
         self.device = device
         self.dtype = dtype
         self.quantization = quantization
-        """Of linears; embeddings and norms stay in `dtype`."""
+        """Format of the linears. Embeddings and norms stay in `dtype`."""
 
     # ------------------------------------------------------------------------ once at the start
 
     def pack(self, weight: Weight, bias: Tensor | None = None, to: Quantization | None = None) -> Packed:
-        """Takes over a linear's weight [out, in] (any float dtype, or quantised) and bias [out].
+        """Brings a linear's weight [out, in] (any float dtype, or quantised) and bias [out] into its own form.
 
-        to: its format; None takes `quantization`.
+        to: the format; None means `quantization`.
         """
         form = to or self.quantization
         b = None if bias is None else bias.to(self.device, self.dtype)
@@ -163,39 +164,39 @@ class Ops(ABC):
         return self.pack_plain(plain.to(self.device, self.dtype).contiguous(), b)
 
     def pack_head(self, weight: Weight) -> Packed:
-        """The LM head, which under any quantisation is INT8: its errors go straight into the logits."""
+        """Packs the LM head. With any quantisation it is INT8, because its errors go directly into the logits."""
         return self.pack(weight, to="int8" if self.quantization else None)
 
     def pack_plain(self, weight: Tensor, bias: Tensor | None) -> Packed:
-        """`pack` for a weight in `dtype` on `device`."""
+        """`pack` for a weight that is already in `dtype` on `device`."""
         return Packed(weight.shape[1], weight.shape[0], weight, bias)
 
     def pack_quantised(self, weight: Quantised, bias: Tensor | None) -> Packed:
-        """`pack` for a quantised one."""
+        """`pack` for a quantised weight."""
         return Packed(weight.shape[1], weight.shape[0], weight.to(self.device), bias)
 
     def vector(self, weight: Tensor) -> Tensor:
-        """Takes over a norm's weight."""
+        """Brings a norm's weight to the device, in `dtype`."""
         return weight.to(self.device, self.dtype).contiguous()
 
     # ------------------------------------------------------------------------------ once a step
 
     def beside(self, q_lens: list[int], kv_lens: list[int], rows: SampleRows) -> Beside:
-        """What the step with these lengths and draws needs on the device beside its tokens."""
+        """What a step with these lengths and draws needs on the device in addition to its tokens."""
         return Beside()
 
     def plan(self, batch: StepInput, rope: RopeTable) -> StepPlan:
-        """Prepares what every layer of this step shares."""
+        """Prepares what all layers of this step share."""
         return StepPlan(batch, rope)
 
     def took(self, seconds: float) -> None:  # noqa: B027 -- a hook that most back ends leave alone
-        """The forward of the last plan took so long; a back end may learn from it."""
+        """Reports how long the forward of the last plan took. A back end may learn from it."""
 
     def copy_blocks(self, cache: Kv, pairs: Iterable[tuple[int, int]]) -> None:
         """Copies (src, dst) blocks of all layers, in order. cache [layer, 2, block, ...].
 
-        Within one launch all sources are read before any destination is visible, so a new launch
-        starts whenever a block id repeats.
+        Within one launch a copy may not see what another one wrote. So a new launch starts whenever a
+        block id repeats.
         """
         for src, dst in launches(pairs):
             s = torch.tensor(src, device=self.device)
@@ -214,21 +215,21 @@ class Ops(ABC):
         """x @ weight.T + bias: [T, in] -> [T, out]."""
 
     def logits(self, x: Tensor, head: Packed) -> Tensor:
-        """The LM head: [L, hidden] -> [L, vocab], in float32 where the back end can."""
+        """The LM head: [L, hidden] -> [L, vocab], in float32 if the back end can."""
         return self.linear(x, head)
 
     @abstractmethod
     def add_rms_norm(
         self, delta: Tensor | None, residual: Tensor, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
-        """residual += delta; returns (residual / rms(residual) * weight, residual)."""
+        """Adds delta to the residual. Returns (residual / rms(residual) * weight, residual)."""
 
     @abstractmethod
     def qkv_prepare(self, qkv: Tensor, w: AttentionWeights, kv: Kv, plan: StepPlan) -> Tensor:
-        """QK-norm (where w has one), RoPE, and the write of K and V into their slots.
+        """QK-norm (if w has one), RoPE, and the write of K and V into their slots.
 
         qkv [T, (heads + 2 kv_heads) * head_dim]; kv [2, block, kv_head, slot, dim], one layer of the
-        cache (FP8: quantised as it is written). Returns q [T, heads, head_dim].
+        cache (with FP8 it is quantised while it is written). Returns q [T, heads, head_dim].
         """
 
     @abstractmethod
@@ -244,8 +245,8 @@ class Ops(ABC):
         return sample(logits, rows)
 
     def draw(self, logits: Tensor, rows: SampleRows) -> Tensor:
-        """`sample`, which the host need not wait for where the back end can: [2, L] on the device, token ids
-        and, over 0, where a row's logits are not finite."""
+        """`sample` without waiting for the device, if the back end can. Returns [2, L] on the device: the token
+        ids, and a number above 0 where the logits of a row are not finite."""
         tokens, bad = self.sample(logits, rows)
         out = torch.zeros((2, len(tokens)), dtype=torch.int64)
         out[0] = torch.tensor(tokens)
@@ -268,25 +269,26 @@ class Ops(ABC):
     # ------------------------------------------------------------------------------ whole models
 
     def decoder(self, w: DecoderWeights, cache: Kv, plan: StepPlan) -> Tensor:
-        """Logits [L, vocab] of the step's `logit_rows`, its KV written into cache [layer, 2, block, ...]."""
+        """Returns logits [L, vocab] of the step's `logit_rows`; writes its KV into cache [layer, 2, block, ...]."""
         batch = plan.batch
         state: State = (None, self.embed(w.embed, batch.token_ids))
         for layer, (attention, mlp) in enumerate(w.layers):
             state = self.attention_block(state, attention, cache[layer], plan)
             state = self.mlp_block(state, mlp, plan)
         delta, residual = state
-        rows = batch.logit_rows  # as many as tokens need not be one of each: a row may draw twice
+        rows = batch.logit_rows  # even if there are as many as tokens: one token row may be drawn twice
         delta = None if delta is None else delta[rows]
         hidden, _ = self.add_rms_norm(delta, residual[rows], w.norm, w.eps)
         return self.logits(hidden, w.head)
 
     def timed_decoder(self, w: DecoderWeights, cache: Kv, plan: StepPlan, timer: Timer) -> Tensor:
-        """`decoder`, the same bit for bit, telling `timer` what each kernel takes. Overridden with `decoder`."""
+        """`decoder` with the same result bit for bit. It reports the time of each kernel to `timer`. A back end that
+        overrides `decoder` overrides this too."""
         return timer.around(self, w).decoder(w, cache, plan)
 
 
 def launches(pairs: Iterable[tuple[int, int]]) -> Iterator[tuple[list[int], list[int]]]:
-    """Splits copies into (sources, destinations) groups in which no block id occurs twice."""
+    """Splits copies into groups of (sources, destinations). No block id occurs twice in a group."""
     src: list[int] = []
     dst: list[int] = []
     seen: set[int] = set()

@@ -1,7 +1,7 @@
 """ReferenceOps: plain torch on any device, float64 when asked.
 
-Slow and obvious on purpose: one sequence at a time, softmax written out. Every other back end is
-tested against it. Norms, rotation and softmax run in at least float32, as in transformers.
+Slow and obvious on purpose: one sequence at a time, with the softmax written out. Every other back end is tested
+against it. Invariant: norms, rotation and softmax run in at least float32, as in transformers.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from engine.ops.weights import Quantization
 
 
 class ReferenceOps(Ops):
-    """What the operations mean."""
+    """The definition of each operation."""
 
     name = "reference"
 
@@ -24,7 +24,7 @@ class ReferenceOps(Ops):
     ) -> None:
         super().__init__(device, dtype, quantization)
         self.wide = torch.float64 if dtype == torch.float64 else torch.float32
-        """Precision of norms, rotation and softmax."""
+        """The precision of norms, rotation and softmax."""
 
     def linear(self, x: Tensor, w: Packed) -> Tensor:
         weight = w.data if isinstance(w.data, Tensor) else w.data.values(self.dtype)
@@ -57,11 +57,11 @@ class ReferenceOps(Ops):
     def _rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         wide = x.to(self.wide)
         wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-        # Rounded before the weight, as in transformers: in bf16 the order shows.
+        # Rounded before it is multiplied by the weight, as in transformers: in bf16 the order changes the result.
         return wide.to(x.dtype) * weight
 
     def _rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Rotates [T, heads, head_dim]: dimension i pairs with i + head_dim / 2."""
+        """Rotates [T, heads, head_dim]. Dimension i forms a pair with dimension i + head_dim / 2."""
         a, b = x.to(self.wide).chunk(2, dim=-1)
         return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
 
@@ -77,8 +77,8 @@ def attend(
 ) -> Tensor:
     """Causal attention of q [T, heads, dim] over each sequence's blocks in one layer -> the same shape.
 
-    wide: precision of the arithmetic. window: a token sees that many, itself included; what lies before
-    is not read. softcap: scores become softcap x tanh(score / softcap).
+    wide: precision of the arithmetic. window: how many tokens a token sees, itself included; earlier ones are
+    not read. softcap: scores become softcap x tanh(score / softcap).
     """
     out = torch.empty_like(q)
     block_size, groups = kv.shape[3], q.shape[1] // kv.shape[2]

@@ -1,7 +1,7 @@
-"""LibraryOps: TritonOps whose attention is a library's, over our paged cache.
+"""LibraryOps: TritonOps with the attention of a library, over our paged cache.
 
-Owns what such back ends share: what is refused before the library is asked, and in which words. The cache's
-layout, the graphs and every other operation stay ours.
+Owns what such back ends have in common: what they refuse before they load the library, and the wording of a
+refusal. The layout of the cache, the graphs and all other operations are TritonOps'.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from engine.ops.sampler import SampleRows
 from engine.ops.weights import Quantization
 
 DTYPES: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16)
-"""Of queries and of the cache."""
+"""The dtypes of queries and cache that the libraries support."""
 
 
 class LibraryOps(TritonOps):
-    """Raises SetupError for what none of the libraries computes."""
+    """Raises SetupError for what none of the libraries supports."""
 
     library: str
-    """Its name as its authors write it."""
+    """The library's name, as its authors write it."""
 
     def __init__(
         self,
@@ -50,14 +50,14 @@ class LibraryOps(TritonOps):
 
     @abstractmethod
     def connect(self) -> None:
-        """Finds the library. Raises SetupError where it is not there, or is but cannot be used so."""
+        """Imports the library. Raises SetupError if it is not installed, or if it cannot be used with this set-up."""
 
     @abstractmethod
     def has_kernel(self, head_dim: int) -> bool:
-        """Whether the library computes heads of this size."""
+        """Whether the library has a kernel for this head size."""
 
     def refusal(self, why: str) -> SetupError:
-        """One line; why: what the library is or has not, and what to do."""
+        """An error of one line. why: what the library lacks, and what to do."""
         return SetupError(f"--attention-backend {self.attention_backend}: {self.library} {why}")
 
     def beside(self, q_lens: list[int], kv_lens: list[int], rows: SampleRows) -> Beside:

@@ -1,10 +1,10 @@
-"""FlashAttnOps: TritonOps whose attention is FlashAttention's, where that is installed.
+"""FlashAttnOps: TritonOps with FlashAttention's attention, if that is installed.
 
-Owns how our cache and a step are told to it. On Hopper FlashAttention 3 (`flash_attn_interface`) if it is
-there, which takes pages of any size; else FlashAttention 2 (`flash_attn`), whose pages are multiples of 256.
-Both read K and V as [block, slot, kv_head, dim] by strides, so our cache is only seen transposed, and both
-align the causal mask to the last key, as a chunk behind a prefix needs it. Written from their signatures and
-tested against stand-ins for them; not yet run on a card.
+Owns how our cache and a step are passed to it. On Hopper it uses FlashAttention 3 (`flash_attn_interface`) if that
+is installed, which accepts pages of any size. Otherwise it uses FlashAttention 2 (`flash_attn`), whose pages are
+multiples of 256 tokens. Both read K and V as [block, slot, kv_head, dim] by strides, so our cache is passed as a
+transposed view. Both align the causal mask to the last key, which a chunk after a prefix needs. Written from their
+signatures and tested against stand-ins for them. Not yet run on a card.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from engine.ops.nvidia.attention_library import LibraryOps
 from engine.ops.nvidia.triton import StaticPlan
 
 PAGE_2 = 256
-"""Of FlashAttention 2 a page is a multiple of this."""
+"""A page of FlashAttention 2 is a multiple of this many tokens."""
 
 
 @dataclass(slots=True)
 class _Plan(StaticPlan):
-    """tables int32 [S, blocks]: of the step's sequences. kv_starts int32 [S + 1]: sums of their kv_lens."""
+    """tables int32 [S, blocks]: those of the step's sequences. kv_starts int32 [S + 1]: sums of their kv_lens."""
 
     tables: Tensor
     kv_starts: Tensor
@@ -36,7 +36,7 @@ class _Plan(StaticPlan):
 
 
 class FlashAttnOps(LibraryOps):
-    """Raises SetupError for what FlashAttention does not compute, and where it is not installed."""
+    """Raises SetupError for what FlashAttention does not support, and if it is not installed."""
 
     attention_backend = "flash-attn"
     library = "FlashAttention"
@@ -53,7 +53,7 @@ class FlashAttnOps(LibraryOps):
             )
 
     def _load(self, name: str) -> Any:
-        """The module; None where there is none."""
+        """The module, or None if it is not installed."""
         try:
             return importlib.import_module(name)
         except ModuleNotFoundError:
@@ -76,7 +76,7 @@ class FlashAttnOps(LibraryOps):
         return plan
 
     def static_plan(self, batch: StepInput, rope: RopeTable) -> StaticPlan:
-        """As TritonOps'. Of a graph the longest sequence is a constant: what a table can hold."""
+        """As in TritonOps. In a graph the longest sequence is a constant: what a table can hold."""
         rows, width = len(batch.q_lens), batch.tables.shape[1]
         tables = torch.zeros((rows, width), dtype=torch.int32, device=self.device)
         starts = torch.zeros(rows + 1, dtype=torch.int32, device=self.device)
@@ -85,8 +85,8 @@ class FlashAttnOps(LibraryOps):
         return plan
 
     def fill(self, plan: StaticPlan, kv_lens: list[int], sent: Tensor | None = None) -> None:
-        """The rows' tables and lengths anew; they are on the device already. Padding reads some row's first
-        tokens, and nobody reads what comes of it."""
+        """Rewrites the tables and lengths of the rows from what is on the device already. Rows that are padding read
+        the first tokens of some row, and their result is not used."""
         assert isinstance(plan, _Plan)
         torch.index_select(plan.batch.tables, 0, plan.batch.rows, out=plan.tables)
         torch.cumsum(plan.batch.kv_lens, 0, out=plan.kv_starts[1:])
@@ -104,7 +104,7 @@ class FlashAttnOps(LibraryOps):
         more: dict[str, Any] = {
             "softmax_scale": scale,
             "causal": True,
-            # To the left without the token itself, which we count.
+            # Their window does not count the token itself; ours does.
             "window_size": (-1, -1) if window is None else (window - 1, 0),
             "softcap": softcap or 0.0,
         }

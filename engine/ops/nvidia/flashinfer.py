@@ -1,10 +1,10 @@
-"""FlashInferOps: TritonOps whose attention is FlashInfer's, where that is installed.
+"""FlashInferOps: TritonOps with FlashInfer's attention, if that is installed.
 
-Owns how our cache and a step are told to it: one layer's K and V as they lie are its HND layout, given as a
-pair; a step becomes page counts, page ids and tokens in the last page, planned once for all layers. Steps
-that only decode take its decode wrapper, others the prefill wrapper, whose causal mask is aligned to the last
-key. The first plan compiles kernels unless flashinfer-jit-cache is installed. Written from its signatures and
-tested against a stand-in for it; not yet run on a card.
+Owns how our cache and a step are passed to it. Our cache already has FlashInfer's HND layout: K and V of a layer are
+passed as a pair. A step becomes page counts, page ids and the tokens in each last page, planned once for all
+layers. Steps that only decode use its decode wrapper. All others use its prefill wrapper, which aligns the causal
+mask to the last key. The first plan compiles kernels unless flashinfer-jit-cache is installed. Written from its
+signatures and tested against a stand-in for it. Not yet run on a card.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from engine.ops.nvidia.attention_library import LibraryOps
 from engine.ops.nvidia.triton import StaticPlan
 
 WORKSPACE_BYTES = 128 << 20
-"""What FlashInfer recommends for the partial results of split keys; wrappers share it, since one runs at a time."""
+"""What FlashInfer recommends for the partial results of split keys. The wrappers share it: one runs at a time."""
 HEAD_DIMS = (64, 128, 256)
 
 
 @dataclass(slots=True)
 class _Plan(StaticPlan):
-    """wrapper: FlashInfer's, planned for this step. window: what it was planned with."""
+    """wrapper: FlashInfer's, planned for this step. window: the one that it was planned with."""
 
     wrapper: Any
     window: int | None
 
 
 class FlashInferOps(LibraryOps):
-    """Raises SetupError for what FlashInfer does not compute, and where it is not installed."""
+    """Raises SetupError for what FlashInfer does not support, and if it is not installed."""
 
     attention_backend = "flashinfer"
     library = "FlashInfer"
@@ -52,7 +52,7 @@ class FlashInferOps(LibraryOps):
         self._decode: Any = None
         self._prefill: Any = None
         self._copied = torch.cuda.Event() if self.device.type == "cuda" else None
-        """That the last plan has left the pinned memory in which a wrapper makes it."""
+        """Recorded after each plan: the wrapper's pinned memory can be written again once it has passed."""
 
     def has_kernel(self, head_dim: int) -> bool:
         return head_dim in HEAD_DIMS
@@ -60,11 +60,11 @@ class FlashInferOps(LibraryOps):
     # ------------------------------------------------------------------------------ once a step
 
     def plan(self, batch: StepInput, rope: RopeTable, window: int | None = None) -> StepPlan:
-        """One plan at a time: the next one takes this one's wrapper."""
+        """Only one plan is valid at a time: the next one uses the same wrapper."""
         pages = self._pages(batch, batch.kv_lens_host)
         if max(batch.q_lens, default=1) == 1:
             if self._decode is None:
-                # On tensor cores every ratio of query to KV heads has a kernel.
+                # With tensor cores there is a kernel for every ratio of query heads to KV heads.
                 self._decode = self._lib.BatchDecodeWithPagedKVCacheWrapper(
                     self._room(), "HND", use_tensor_cores=True
                 )
@@ -77,7 +77,7 @@ class FlashInferOps(LibraryOps):
         return _Plan(batch, rope, self._prefill, window)
 
     def static_plan(self, batch: StepInput, rope: RopeTable) -> StaticPlan:
-        """As TritonOps': a decode wrapper of its own, with buffers that a graph may read."""
+        """As in TritonOps. The plan has a decode wrapper of its own, with buffers that a graph can read."""
         rows, width = len(batch.q_lens), batch.tables.shape[1]
         sizes = (rows + 1, rows * width, rows)
         indptr, indices, last = (torch.zeros(n, dtype=torch.int32, device=self.device) for n in sizes)
@@ -90,15 +90,15 @@ class FlashInferOps(LibraryOps):
         return plan
 
     def fill(self, plan: StaticPlan, kv_lens: list[int], sent: Tensor | None = None) -> None:
-        """Plans anew into the wrapper's buffers. Padding reads some row's first token, and nobody reads what
-        comes of it."""
+        """Plans again, into the wrapper's buffers. Rows that are padding read the first token of some row, and their
+        result is not used."""
         assert isinstance(plan, _Plan)
         padded = kv_lens + [1] * (len(plan.batch.q_lens) - len(kv_lens))
         self._plan(plan.wrapper, *self._pages(plan.batch, padded), *self._shape(), **self._how(None))
 
     def _plan(self, wrapper: Any, *what: Any, **how: Any) -> None:
-        """Another step may be in flight: its plan lies before its kernels in the stream, so this waits for the
-        step before that one at most."""
+        """Another step may be in flight. Its plan was copied before its kernels started, so this waits at most for
+        the step before that one."""
         if self._copied:
             self._copied.synchronize()
         wrapper.plan(*what, **how)
@@ -106,8 +106,8 @@ class FlashInferOps(LibraryOps):
             self._copied.record()
 
     def _pages(self, batch: StepInput, kv_lens: list[int]) -> tuple[Tensor, Tensor, Tensor]:
-        """(page sums int32 [S + 1], page ids int32, tokens in the last page int32 [S]). The first and the last
-        on the host, where FlashInfer plans: from the device it would wait for them."""
+        """(page sums int32 [S + 1], page ids int32, tokens in the last page int32 [S]). The first and the last are on
+        the host, because FlashInfer plans there and would have to wait for the device."""
         lens = np.asarray(kv_lens, np.int64)
         counts = -(-lens // self.block_size)
         ends = np.cumsum(counts)
@@ -123,7 +123,7 @@ class FlashInferOps(LibraryOps):
         return self.heads, self._kv_heads, self._dim, self.block_size
 
     def _how(self, window: int | None) -> dict[str, Any]:
-        # To the left without the token itself, which we count.
+        # Their window does not count the token itself; ours does.
         left = -1 if window is None else window - 1
         return {"window_left": left, "q_data_type": self.dtype, "kv_data_type": self.dtype}
 
@@ -138,7 +138,7 @@ class FlashInferOps(LibraryOps):
         self, q: Tensor, kv: Kv, plan: StepPlan, scale: float, window: int | None = None,
         softcap: float | None = None,
     ) -> Tensor:  # fmt: skip
-        """See engine.ops.reference.attend; scale is 1 / sqrt(head_dim), there is no soft-cap."""
+        """See engine.ops.reference.attend. Here scale is 1 / sqrt(head_dim), and there is no soft-cap."""
         assert isinstance(plan, _Plan) and isinstance(kv, Tensor)
         assert softcap is None and window == plan.window and scale == self._dim**-0.5
         out: Tensor = plan.wrapper.run(q, (kv[0], kv[1]))

@@ -1,9 +1,9 @@
-"""Linears of FP8 weights by torch's scaled matmul: e4m3 times e4m3 on the tensor cores, scales per row.
+"""Linears with FP8 weights by torch's scaled matmul: e4m3 times e4m3 on the tensor cores, with a scale per row.
 
-Owns what torch._scaled_mm (2.8 to 2.13) asks for and how one finds out whether it is there. Its kernels for
-scales per row exist from compute capability 8.9 on, but not in every build (Windows, early sm_120), so one
-small product is tried. K and N must be multiples of 16 and the result is bfloat16: float32 is had from
-cuBLAS 12.9 on sm_90 only. On a CPU torch computes the same, slowly, for tests. Not yet run on a card.
+Owns what torch._scaled_mm (2.8 to 2.13) needs, and the test whether it works here. Its kernels for scales per row
+exist from compute capability 8.9 on, but not in every build (Windows, early sm_120). So `works` tries one small
+product. K and N must be multiples of 16. The result is bfloat16, because only cuBLAS 12.9 on sm_90 gives float32.
+On a CPU torch computes the same, slowly, for tests. Not yet run on a card.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from torch import Tensor
 from engine.ops.weights import Fp8
 
 FROM_ROWS = 17
-"""Rows from which this pays: under them the weights' bytes are all that counts, and x is better left as it is.
-A guess until `make gpu-check` has run, which sets both against each other."""
+"""From this many rows on it is faster. With fewer rows only the bytes of the weights matter, and x keeps its
+precision. This is a guess until `make gpu-check` has run, which measures both ways."""
 
 
 def works(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether `linear` runs here; tries it."""
+    """Whether `linear` works on this device. Tries it."""
     if dtype != torch.bfloat16:
         return False
     ones = torch.ones(16, 16, device=device).to(torch.float8_e4m3fn)
@@ -31,7 +31,7 @@ def works(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def fits(w: Fp8) -> bool:
-    """Whether this shape may be multiplied so."""
+    """Whether weights of this shape can be multiplied this way."""
     return w.shape[0] % 16 == 0 and w.shape[1] % 16 == 0
 
 

@@ -1,9 +1,8 @@
 """The work list of paged attention: which program computes which queries over which keys.
 
-Built once a step on the host from lengths alone, for all layers. Owns the balance: pieces are cut so that
-all of them are about as long and there are enough to fill the GPU, so one token behind a long prefix,
-or a short chunk, is spread over many programs like a decode. Keeps the invariant that the pieces of a
-query cover its keys exactly once.
+The host builds it once a step for all layers, from the lengths alone. Owns the balance: the pieces are of about equal
+length, and there are enough of them to fill the GPU. So one token after a long prefix, or a short chunk, is spread
+over many programs. Invariant: the pieces of a query cover its keys exactly once.
 """
 
 from __future__ import annotations
@@ -14,14 +13,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 MOST_SPLITS = 64
-"""Of one query: the merge holds them all at once."""
+"""Most splits of one query: the merge holds all of them at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkList:
-    """work int32 [W, 5]: sequence, first query, split, splits, part (its place among the partial results, -1
-    for a piece that is alone and writes its output itself), longest first; merges int32 [M, 4]: sequence,
-    first query, first part, splits; parts: how many there are; most: most splits of one merge."""
+    """work int32 [W, 5], longest first: sequence, first query, split, splits, part. part is the place among the
+    partial results, or -1 for a piece that is the only one of its query and writes the output itself.
+    merges int32 [M, 4]: sequence, first query, first part, splits.
+    parts: number of partial results. most: the most splits of one merge."""
 
     work: NDArray[np.int32]
     merges: NDArray[np.int32]
@@ -43,8 +43,8 @@ def work_list(
 ) -> WorkList:
     """The list of `sequences` (indices into the batch, at least one) with their q_lens and kv_lens.
 
-    block_q: query tokens of a program; keys: keys of a tile; programs: how many fill the GPU; least: keys
-    under which a split is not worth its merge; window: keys that a query sees, itself included.
+    block_q: query tokens of a program. keys: keys of a tile. programs: how many fill the GPU. least: the fewest
+    keys for which a split is worth its merge. window: keys that a query sees, itself included.
     """
     blocks = -(-q_lens // block_q)
     at = np.repeat(np.arange(len(sequences)), blocks)
@@ -54,9 +54,9 @@ def work_list(
     if window is not None:
         spans = ends - np.maximum(kv_lens[at] - q_lens[at] + first - window + 1, 0) // keys * keys
     piece = max(least, keys, -(-int(spans.sum()) * kv_heads // programs))
-    # To the nearest: what is a little over a piece is not worth a second one.
+    # Rounded to the nearest: a rest that is much shorter than a piece does not become a piece of its own.
     splits = np.clip((spans + piece // 2) // piece, 1, MOST_SPLITS)
-    # The kernel cuts equal splits of whole tiles: as many as are not left with nothing.
+    # The kernel cuts splits of equal length, in whole tiles. Only as many are kept as are not empty.
     each = (-(-spans // splits) + keys - 1) // keys * keys
     splits = -(-spans // each)
 

@@ -1,7 +1,7 @@
 """Tile sizes of the attention kernel by GPU, dtype and head size, and how many programs fill a GPU.
 
-Owns the table; `make compile-all` holds every entry to its registers, spills and shared memory. Chosen from
-compiled code and published results, not yet tuned on cards: see tests/gpu.
+Owns the table. `make compile-all` checks each entry's registers, spills and shared memory. The entries were chosen
+from compiled code and published results. They were not tuned on cards yet: see tests/gpu.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from engine.ops.nvidia.kernels.common import INTERPRETED
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """few: for sequences whose query rows fit 16; many: for chunks of a prompt. programs_*: how many of
-    each fill the GPU; least_*: keys under which a split costs more than it brings."""
+    """few: for sequences whose query rows fit into 16. many: for chunks of a prompt. programs_*: how many of
+    each fill the GPU. least_*: with fewer keys a split costs more than it saves."""
 
     few: Tile
     many: Tile
@@ -31,9 +31,9 @@ class Tiles:
 def tiles_for(
     capability: tuple[int, int], processors: int, dtype: torch.dtype, fp8_kv: bool, dim: int, groups: int
 ) -> Tiles:
-    """For a GPU of this compute capability with so many multiprocessors; groups: query heads a KV head."""
+    """For a GPU of this compute capability. processors: its multiprocessors. groups: query heads per KV head."""
     rows = max(16, triton.next_power_of_2(groups))
-    if INTERPRETED:  # small, so that small shapes have several tiles and several splits
+    if INTERPRETED:  # small, so that small test shapes have several tiles and several splits
         return Tiles(Tile(rows, 32, 4, 1), Tile(max(32, rows), 32, 4, 1), 24, 24, 32, 64)
     big = capability[0] in (9, 10)  # 227 KB of shared memory; elsewhere 99 KB
     wide = dim > 128

@@ -1,7 +1,8 @@
-"""TritonOps: kernels of our own around the GEMMs of cuBLAS, on NVIDIA GPUs from sm_80 on.
+"""TritonOps: our own Triton kernels and the GEMMs of cuBLAS, on NVIDIA GPUs from sm_80 on.
 
-Owns when which kernel of engine.ops.kernels runs and the work list of a step. What the operations mean is
-ReferenceOps', which tests hold every kernel to. Under TRITON_INTERPRET=1 it runs on a CPU, for tests.
+Owns the work list of a step and the choice of the kernel in engine.ops.nvidia.kernels. Invariant: each operation
+gives what ReferenceOps gives, up to rounding; tests compare every kernel. With TRITON_INTERPRET=1 it runs on a
+CPU, for tests.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ from engine.ops.weights import Fp8, Quantization
 
 @dataclass(slots=True)
 class _Group:
-    """Sequences that share a tile size. work int32 [W, 5] and merges int32 [M, 4] as in engine.ops.split, on
-    the device; parts: room for their partial results, which the layers use in turn."""
+    """Sequences that share a tile size. work int32 [W, 5] and merges int32 [M, 4] are those of
+    engine.ops.nvidia.split, on the device. parts: memory for their partial results; the layers use it in turn."""
 
     tile: attention.Tile
     work: Tensor
@@ -43,8 +44,8 @@ class _Group:
 
 @dataclass(slots=True)
 class _List:
-    """A group's work list and merges on the host, one after the other. split: where the merges begin; parts: pieces
-    that need room for a partial result."""
+    """A group's work list and its merges on the host, one after the other. split: where the merges begin. parts:
+    how many pieces need memory for a partial result."""
 
     tile: attention.Tile
     host: NDArray[np.int32]
@@ -60,18 +61,18 @@ class _Plan(StepPlan):
 
 @dataclass(slots=True)
 class StaticPlan(StepPlan):
-    """A plan of decodes that `fill` rewrites in place."""
+    """A plan for decode steps. `fill` rewrites it in place."""
 
 
 @dataclass(slots=True)
 class _StaticPlan(_Plan, StaticPlan):
-    """device: where the work list and the merges are read."""
+    """device: the memory from which the kernels read the work list and the merges."""
 
     device: Tensor
 
 
 class TritonOps(ReferenceOps):
-    """bfloat16 and float32. Raises SetupError for what no kernel is written for."""
+    """For bfloat16 and float32. Raises SetupError for what no kernel supports."""
 
     name = "triton"
     attention_backend = "triton"
@@ -96,8 +97,8 @@ class TritonOps(ReferenceOps):
             capability, processors = (found.major, found.minor), found.multi_processor_count
         self.capability = capability
         self.padded: Callable[[int], int] = lambda rows: rows
-        """Rows that so many decoding ones are padded to: a graph's, whose lists are as long each time."""
-        # GPUs before sm_89 know no FP8: there the kernels get its bits.
+        """Decoding rows -> rows after padding. A CUDA graph needs lists of the same length each time."""
+        # GPUs before sm_89 have no FP8 type: there the kernels read its bits as bytes.
         self._native_fp8 = capability >= (8, 9)
         self._scaled = quantization == "fp8" and scaled.works(device, dtype)
         self.tiles: Tiles = tiles_for(capability, processors, dtype, fp8_kv, self._dim, self._groups)
@@ -109,7 +110,7 @@ class TritonOps(ReferenceOps):
         return Beside(packed_params(rows).ravel(), [one.host for one in lists], lists)
 
     def plan(self, batch: StepInput, rope: RopeTable, window: int | None = None) -> StepPlan:
-        """window: of the layers that will attend by this plan; it changes the balance, never the result."""
+        """window: that of the layers that use this plan. It changes how the work is split, never the result."""
         lists, sent = batch.note, batch.work
         if lists is None or window is not None:
             lists = self._lists(batch.q_lens, batch.kv_lens_host, window)
@@ -142,12 +143,12 @@ class TritonOps(ReferenceOps):
         return lists
 
     def _static_size(self, rows: int) -> tuple[int, int]:
-        """(work items, merges) that hold the lists of so many decoding rows, however long they are: a piece is
-        as long as a program's share at least, so there are no more of them than that."""
+        """(work items, merges) that are enough for this many decoding rows, however long they are. A piece is at
+        least as long as a program's share, so there cannot be more pieces."""
         return _aligned(rows + self.tiles.programs_few // self._kv_heads), rows
 
     def _group(self, one: _List, there: Tensor) -> _Group:
-        """there: its lists on the device."""
+        """there: the group's lists on the device."""
         room = None
         if one.parts:
             room = attention.parts_for(one.parts, self._kv_heads, one.tile, self._dim, self.device)
@@ -155,7 +156,7 @@ class TritonOps(ReferenceOps):
         return _Group(one.tile, work.view(-1, 5), merges.view(-1, 4), room, one.most)
 
     def static_plan(self, batch: StepInput, rope: RopeTable) -> StaticPlan:
-        """A plan for steps in which each row of `batch` decodes one token, or none; `fill` says what."""
+        """A plan for steps in which each row of `batch` decodes one token or none. `fill` says which."""
         tile = self.tiles.few
         items, merges = self._static_size(len(batch.q_lens))
         device = torch.full((items * 5 + merges * 4,), -1, dtype=torch.int32, device=self.device)
@@ -165,8 +166,8 @@ class TritonOps(ReferenceOps):
         return _StaticPlan(batch, rope, [group], device)
 
     def fill(self, plan: StaticPlan, kv_lens: list[int], sent: Tensor | None = None) -> None:
-        """Rewrites the work list for so many tokens to attend to, one entry a row that decodes. sent: the list, where
-        it travelled with the batch."""
+        """Rewrites the work list. kv_lens: tokens to attend to, one entry for each row that decodes. sent: the list, if
+        it was copied to the device with the batch."""
         assert isinstance(plan, _StaticPlan)
         if sent is None or sent.numel() != plan.device.numel():
             (one,) = self._lists([1] * len(kv_lens), kv_lens, None)
@@ -195,7 +196,7 @@ class TritonOps(ReferenceOps):
             return quantised.linear(x, head.data, head.bias, torch.float32)
         weight = head.data if isinstance(head.data, Tensor) else quantised.values(head.data, x.dtype)
         if x.is_cuda and x.dtype == torch.bfloat16:
-            # cuBLAS sums in float32 anyway: rounding the sums would only lose what the sampler reads.
+            # cuBLAS sums in float32 anyway. Rounding the sums would lose bits that the sampler can use.
             return torch.mm(x, weight.t(), out_dtype=torch.float32)
         return torch.nn.functional.linear(x, weight, head.bias).float()
 
@@ -249,8 +250,8 @@ class TritonOps(ReferenceOps):
         return draw.draw(logits, params, cutoffs(logits, params))
 
     def _upload(self, host: NDArray[np.generic]) -> Tensor:
-        """To the device, in the stream's order and without waiting; torch keeps the pinned copy until it is
-        done."""
+        """Copies to the device in the order of the stream, without waiting. torch keeps the pinned copy until the
+        transfer is done."""
         tensor = torch.from_numpy(host)
         return (
             tensor.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else tensor
@@ -258,7 +259,7 @@ class TritonOps(ReferenceOps):
 
 
 def refuse(device: torch.device, dtype: torch.dtype, model: ModelConfig) -> None:
-    """Raises SetupError where the kernels do not run."""
+    """Raises SetupError if the kernels cannot run here."""
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
         raise SetupError("--ops triton needs a GPU of compute capability 8.0 or newer: use --ops reference")
     if dtype not in (torch.bfloat16, torch.float32):
@@ -269,7 +270,7 @@ def refuse(device: torch.device, dtype: torch.dtype, model: ModelConfig) -> None
 
 
 def packed_params(rows: SampleRows) -> NDArray[np.int32]:
-    """int32 [ROW_WORDS, R] as engine.ops.kernels.draw reads it: one copy to the device."""
+    """int32 [ROW_WORDS, R], as engine.ops.nvidia.kernels.draw reads it, so that one copy sends all of them."""
     p = rows.params
     out = np.empty((draw.ROW_WORDS, len(p)), np.int32)
     real = out.view(np.float32)
@@ -287,12 +288,12 @@ def packed_params(rows: SampleRows) -> NDArray[np.int32]:
 
 
 def _aligned(items: int) -> int:
-    """So many work items that what follows them starts at a multiple of 16 bytes; the rest is padding."""
+    """The number of work items, padded so that the data after them starts at a multiple of 16 bytes."""
     return -(-items // 4) * 4
 
 
 def _halves(kv: Kv) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor] | None]:
-    """(K, V) of one layer, and their scales where the cache has them."""
+    """(K, V) of one layer, and their scales if the cache has any."""
     if isinstance(kv, Fp8Kv):
         return (kv.data[0], kv.data[1]), (kv.scale[0], kv.scale[1])
     return (kv[0], kv[1]), None

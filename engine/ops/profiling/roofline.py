@@ -1,7 +1,7 @@
-"""What the kernels of a step have to do, and what the device was seen to do: the two sides of a roofline.
+"""The two sides of a roofline: what the kernels of a step have to do, and what the device can do.
 
-Owns the bytes and FLOPs of every kernel, by the shapes of a step alone, and the measured rates. Pure but for
-`roofline`, which measures once a process.
+Owns the bytes and FLOPs of every kernel, computed from the shapes of a step alone, and the measured rates. All
+functions are pure except `roofline`, which measures once a process.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from engine.ops.weights import linear_bytes
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Of one kernel in a step, all its calls together: the least that it must read and write, and compute."""
+    """The least that one kernel must read, write and compute in a step, all its calls together."""
 
     calls: int
     bytes: int
@@ -30,11 +30,11 @@ class Work:
 
 
 def work(ops: Ops, w: DecoderWeights, batch: StepInput, cache: Kv, logit_bytes: int) -> dict[str, Work]:
-    """What the kernels of a forward have to do, in their order. logit_bytes: of one logit.
+    """What the kernels of a forward have to do, in their order. logit_bytes: size of one logit.
 
-    Every weight is read once, activations once each way, and of the cache what the tokens attend to; a query sees
-    the tokens up to itself. What a back end moves besides (weights written out in a wider format, a pass
-    over partial results) is not counted: it makes a kernel slower than its roofline.
+    Every weight is read once. Activations are read once and written once. Of the cache, the tokens that are attended to
+    are read; a query sees the tokens up to itself. Other traffic of a back end is not counted (weights expanded to a
+    wider format, a pass over partial results): it shows as a kernel that is slower than its roofline.
     """
     (a, m), layers = w.layers[0], len(w.layers)
     tokens, samples, size = len(batch.token_ids), len(batch.logit_rows), ops.dtype.itemsize
@@ -52,7 +52,7 @@ def work(ops: Ops, w: DecoderWeights, batch: StepInput, cache: Kv, logit_bytes: 
         moved += rows * w.in_features * size + rows * out_bytes
         return Work(calls, calls * moved, calls * 2 * rows * w.in_features * w.out_features)
 
-    # Fused, a linear adds to the residual; composed, the norm after it does, all but the first one.
+    # In fused ops a linear adds to the residual. Otherwise every norm but the first adds.
     added = 2 * residual if ops.fused else size
     normed = 2 * layers * tokens + samples
     norm_bytes = normed * hidden * (residual + size)
@@ -88,8 +88,8 @@ def work(ops: Ops, w: DecoderWeights, batch: StepInput, cache: Kv, logit_bytes: 
 
 @dataclass(frozen=True, slots=True)
 class Roofline:
-    """What this device was seen to do. bandwidth: bytes/s of a copy on a GPU, of a read with all threads on a
-    CPU; peak: FLOP/s of a square product in the compute dtype. None where it could not be measured."""
+    """Rates measured on this device. bandwidth: bytes/s of a copy on a GPU, or of a read with all threads on a
+    CPU. peak: FLOP/s of a square product in the compute dtype. None if it could not be measured."""
 
     bandwidth: float | None
     peak: float | None
@@ -97,7 +97,7 @@ class Roofline:
 
 @once
 def roofline(device: torch.device, dtype: torch.dtype, threads: int) -> Roofline:
-    """Measured at the first call, in about 0.1 s. threads: those that torch computes with now."""
+    """Measures at the first call, in about 0.1 s. threads: how many torch uses now."""
     gpu = device.type == "cuda"
     mib, side = (256, 8192) if gpu else (128, 1024)
 
@@ -117,12 +117,12 @@ def roofline(device: torch.device, dtype: torch.dtype, threads: int) -> Roofline
 def _measured(f: Callable[[], float]) -> float | None:
     try:
         return f()
-    except (RuntimeError, MemoryError):  # no room for it, or no such product for this dtype
+    except (RuntimeError, MemoryError):  # not enough memory, or no such product for this dtype
         return None
 
 
 def _best(device: torch.device, f: Callable[..., object], *args: Tensor) -> float:
-    """Seconds of the fastest of three calls after one that warms up."""
+    """Seconds of the fastest of three calls, after one for warming up."""
     watch = stopwatch(device)
     f(*args)
     times = []

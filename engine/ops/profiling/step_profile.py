@@ -1,7 +1,7 @@
-"""Where the time of a step goes: one eager forward, timed kernel by kernel, beside what the device could do.
+"""Where the time of a step goes: one eager forward, timed kernel by kernel.
 
 Owns when a step is profiled and how the operations of a back end are timed. Invariant: a profiled forward gives
-the logits of any other, bit for bit, and nobody waits for the device because of it.
+the same logits as any other, bit for bit, and the host never waits for the device because of it.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
     from engine.model.decoder import Decoder
 
 EVERY = 10.0
-"""Seconds between two profiles of steps of a kind."""
+"""Seconds between two profiles of the same kind of step."""
 
 T = TypeVar("T")
 
 
 class Timer:
-    """Collects what the kernels of one forward take."""
+    """Collects the times of the kernels of one forward."""
 
     def __init__(self, watch: Stopwatch) -> None:
         self._watch = watch
@@ -39,7 +39,7 @@ class Timer:
         self._known: dict[str, float] = {}
         self.start: Any = None
         self.end: Any = None
-        """Stamps around all of them."""
+        """Stamps before the first kernel and after the last one."""
 
     def decoder(self, ops: Ops, w: DecoderWeights, cache: Kv, plan: StepPlan) -> Tensor:
         """`ops.decoder`, timed."""
@@ -49,22 +49,22 @@ class Timer:
         return logits
 
     def around(self, ops: Ops, weights: DecoderWeights) -> Ops:
-        """`ops` with each small operation timed; for those that compose decoders of them."""
+        """`ops` with each small operation timed, for back ends whose decoder is composed of small operations."""
         return _Timed(ops, weights, self)
 
     def time(self, kernel: str, f: Callable[..., T], *args: Any) -> T:
-        """f(*args), between two stamps."""
+        """Calls f(*args) between two stamps."""
         start = self._watch.stamp()
         result = f(*args)
         self._spans.append((kernel, start, self._watch.stamp()))
         return result
 
     def add(self, kernel: str, seconds: float) -> None:
-        """A back end's own measurement."""
+        """Adds a time that the back end measured itself."""
         self._known[kernel] = self._known.get(kernel, 0.0) + seconds
 
     def seconds(self) -> dict[str, float]:
-        """Of each kernel, all its calls together. Only when the device is through."""
+        """Seconds of each kernel, all its calls together. Call it only when the device has finished."""
         sums = dict(self._known)
         for kernel, start, end in self._spans:
             sums[kernel] = sums.get(kernel, 0.0) + self._watch.seconds(start, end)
@@ -72,7 +72,7 @@ class Timer:
 
 
 class _Timed(Ops):
-    """Ops whose small operations are another's, each timed. Blocks and decoder are composed as in Ops."""
+    """Calls the small operations of another Ops and times each. Blocks and decoder are composed as in Ops."""
 
     def __init__(self, ops: Ops, weights: DecoderWeights, timer: Timer) -> None:
         super().__init__(ops.device, ops.dtype, ops.quantization)
@@ -110,7 +110,7 @@ class _Timed(Ops):
 
 @dataclass(slots=True)
 class _Profile:
-    """One that waits for its stamps."""
+    """A profile whose stamps have not passed yet."""
 
     work: dict[str, Work]
     timer: Timer
@@ -119,9 +119,9 @@ class _Profile:
 
 
 class Profiler:
-    """Profiles one step of `model` in `every` seconds of each kind: those that only decode, and the others.
+    """Every `every` seconds profiles one step of each of two kinds: steps that only decode, and all others.
 
-    Measures the roofline when it is made. Lives in the engine thread, as its ops do.
+    Measures the roofline when it is created. Used in the engine thread only, like its ops.
     """
 
     def __init__(
@@ -138,12 +138,12 @@ class Profiler:
         self._watch = watch or stopwatch(ops.device)
         self._roof = roof or roofline(ops.device, ops.dtype, torch.get_num_threads())
         self._due = {False: float("-inf"), True: float("-inf")}
-        """By whether a step only decodes."""
+        """When the next profile is due. Key: whether the step only decodes."""
         self._pending: deque[_Profile] = deque()
 
     def begin(self, batch: StepInput) -> bool:
-        """Whether this step is to be profiled, by `forward`: the first of its kind, and one when `every` seconds
-        are over. A GPU is held for 10 ms then: whoever clocks the whole step starts after this."""
+        """Whether this step is to be profiled with `forward`: the first of its kind, and one every `every` seconds.
+        If it is, a GPU is held for 10 ms. So a caller that times the whole step must start after this call."""
         now, decodes = self._clock(), max(batch.q_lens, default=1) == 1
         if now < self._due[decodes]:
             return False
@@ -152,7 +152,7 @@ class Profiler:
         return True
 
     def forward(self, batch: StepInput, cache: Kv) -> Tensor:
-        """The model's forward, the same bit for bit; `take` has the profile when the device is through."""
+        """The model's forward with the same result bit for bit. `take` returns the profile once the device is done."""
         model = self._model
         timer = model.timer = Timer(self._watch)
         try:
@@ -164,7 +164,7 @@ class Profiler:
         return logits
 
     def take(self) -> list[KernelsProfiled]:
-        """The profiles that are finished, oldest first; none is told twice. Never waits."""
+        """The finished profiles, oldest first, each once. Never waits."""
         found = []
         while self._pending and self._watch.passed(self._pending[0].timer.end):
             found.append(self._event(self._pending.popleft()))

@@ -1,6 +1,7 @@
-"""Stopwatch: moments on a device's own time line, taken without waiting for it.
+"""Stopwatch: measures time on the device without waiting for it.
 
-That events on a CUDA stream, behind a kernel that holds it, say the truth is unverified: no GPU has run them yet.
+Not verified: whether events on a CUDA stream measure correctly after a kernel that holds the stream. No GPU has run
+this yet.
 """
 
 from __future__ import annotations
@@ -12,27 +13,27 @@ import torch
 
 
 class Stopwatch(Protocol):
-    """Moments on the device's own time line."""
+    """Points in time, as the device sees them."""
 
     def hold(self) -> None:
-        """A forward will be timed: the device may wait until the host is ahead of it."""
+        """Called before a forward is timed. The device may be made to wait until the host is ahead of it."""
         ...
 
     def stamp(self) -> Any:
-        """The moment at which the device has done what it was told so far; nobody waits for it."""
+        """The moment at which the device has finished all work that was launched so far. Does not wait for it."""
         ...
 
     def passed(self, stamp: Any) -> bool:
-        """Whether it has come."""
+        """Whether that moment is over."""
         ...
 
     def seconds(self, start: Any, end: Any) -> float:
-        """Between two that have passed."""
+        """Seconds between two stamps that have passed."""
         ...
 
 
 class CpuStopwatch:
-    """The host's clock: what was called has been done."""
+    """The host's clock. On a CPU a call returns only when its work is done."""
 
     def hold(self) -> None: ...
 
@@ -50,8 +51,8 @@ class CudaStopwatch:
     """Events on the current stream."""
 
     def hold(self) -> None:
-        # Launching some four hundred kernels takes the host longer than small ones take the GPU: without a head
-        # start the stamps would measure the host.
+        # The host needs longer to launch about four hundred small kernels than the GPU needs to run them. Without a
+        # head start the stamps would measure the host.
         torch.cuda._sleep(_HEAD_START)
 
     def stamp(self) -> torch.cuda.Event:
@@ -67,9 +68,9 @@ class CudaStopwatch:
 
 
 _HEAD_START = 20_000_000
-"""Cycles: about 10 ms."""
+"""In GPU cycles: about 10 ms."""
 
 
 def stopwatch(device: torch.device) -> Stopwatch:
-    """The one for this device."""
+    """The stopwatch for this device."""
     return CudaStopwatch() if device.type == "cuda" else CpuStopwatch()
