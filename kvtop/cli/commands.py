@@ -269,7 +269,9 @@ def replay(
 ) -> int:
     """A recording in the dashboard: pause, step, seek, speed."""
     if json:
-        return _print_json(_replayed(file).summary())
+        state, code = _replayed(file)
+        _print_json(state.summary())
+        return code
     if not has_terminal():
         raise SetupError("replay needs a terminal; without one try `kvtop replay --json`, `verify` or `shot`")
     from kvtop.app.launch import run_replay
@@ -366,14 +368,16 @@ def verify(file: File, json: Annotated[bool, opt("The report as JSON.", "--json"
 @app.command()
 def explain(file: File, json: Annotated[bool, opt("The explanations as JSON.", "--json")] = False) -> int:
     """Why each request of a recording hit or missed the prefix cache."""
-    views = _replayed(file).requests.values()
+    state, exit_code = _replayed(file)
+    views = state.requests.values()
     told = [(v.request_id, v.explanation) for v in views if v.explanation is not None]
     if json:
-        return _print_json({"requests": [why.row(i) for i, why in told]})
+        _print_json({"requests": [why.row(i) for i, why in told]})
+        return exit_code
     for i, why in told:
         code = "" if why.reason == "none" else f" ({why.reason.replace('_', ' ')})"
         print(f"#{i} hit {why.hit_blocks} of {why.queried_blocks} blocks{code}. {why.sentence}")
-    return 0
+    return exit_code
 
 
 @app.command()
@@ -527,9 +531,9 @@ def dashboard(
     finally:
         engine.stop()
         recorder.close()
-        if recorder.problem is not None:
-            print(safe_text(recorder.problem), file=sys.stderr)
-    return code or int(recorder.problem is not None)
+        if recorder.failed is not None:
+            print(safe_text(recorder.failed), file=sys.stderr)
+    return code or int(recorder.failed is not None)
 
 
 def has_terminal() -> bool:
@@ -549,14 +553,16 @@ def before_torch() -> None:
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
 
-def _replayed(file: Path) -> Any:
-    from kvtop.record.recording import read
+def _replayed(file: Path) -> tuple[Any, int]:
+    """(the state after the whole recording, 0), or after its readable part, 1, and a line on stderr."""
+    from kvtop.record.recording import read_readable
     from kvtop.state.dashboard import DashboardState
 
     state = DashboardState()
-    for batch in read(file):
-        state.apply(batch)
-    return state
+    missing = read_readable(file, state.apply)
+    if missing is not None:
+        print(safe_text(f"kvtop: {missing}"), file=sys.stderr)
+    return state, int(missing is not None)
 
 
 def _print_json(value: Any) -> int:

@@ -10,9 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -22,6 +20,7 @@ from typing import Any, BinaryIO, TextIO
 
 from engine import Engine, EngineConfig, SetupError, Simulation, Workload
 from engine.events import EngineStarted, ModelLoading, RequestFinished, StepBatch, encode_batch
+from kvtop import signals
 from kvtop.cli.inputs import Ask
 from kvtop.record.pipe import Pipe
 from kvtop.record.recorder import Recorder
@@ -86,17 +85,14 @@ def run(
         engine.subscribe(recorder)
     data = out or sys.stdout.buffer
     session = Session(engine, batches, list(asks), wishes, data, talk)
-    with _ended_by_signals(), _logged():
+    with signals.raised(), _logged():
         code = 0
         try:
             engine.start()
             code = session.run()
-        except _Ended as ended:
-            talk.say(f"ended by {ended.signal.name}")
-            code = 128 + ended.signal
-        except KeyboardInterrupt:
-            talk.say("interrupted")
-            code = 130
+        except KeyboardInterrupt as end:
+            talk.say(signals.reason(end))
+            code = signals.exit_code(end)
         except BrokenPipeError:
             _forget(data)
         finally:
@@ -105,7 +101,7 @@ def run(
                 engine.stop()
                 if recorder is not None:
                     recorder.close()
-    return code or int(recorder is not None and recorder.problem is not None)
+    return code or int(recorder is not None and recorder.failed is not None)
 
 
 class _Log(logging.FileHandler):
@@ -141,34 +137,6 @@ def _logged() -> Iterator[None]:
         for logger in loggers:
             logger.removeHandler(log)
         log.close()
-
-
-class _Ended(KeyboardInterrupt):
-    """A signal asked for the end; `signal` is which."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__()
-        self.signal = signal.Signals(number)
-
-
-@contextmanager
-def _ended_by_signals() -> Iterator[None]:
-    """SIGTERM and SIGHUP raise _Ended meanwhile, unless they are ignored (nohup) or this is no main thread."""
-    kept: dict[int, Any] = {}
-
-    def end(number: int, _frame: object) -> None:
-        raise _Ended(number)
-
-    if threading.current_thread() is threading.main_thread():
-        for name in ("SIGTERM", "SIGHUP"):
-            number = getattr(signal, name, None)  # SIGHUP is not on every system
-            if number is not None and signal.getsignal(number) is signal.SIG_DFL:
-                kept[number] = signal.signal(number, end)
-    try:
-        yield
-    finally:
-        for number, handler in kept.items():
-            signal.signal(number, handler)
 
 
 class Session:

@@ -13,12 +13,14 @@ import json
 import queue
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from engine import Engine, EngineConfig, SamplingParams, SetupError
 from engine.events import StepBatch, to_runs
+from kvtop import signals
 from kvtop.settings import data_folder
 
 if TYPE_CHECKING:
@@ -313,8 +315,9 @@ def run_headless(
     """Play `demo` without a terminal: captions go to `err`, the verdict is the last line of `out`.
 
     record: file that gets the batches; sinks get them too; build stands in for Engine's own (a toy in
-    tests). Returns the exit code: 0, or 1 when a check failed. Raises SetupError when the engine cannot
-    start or the recording cannot be written.
+    tests). Returns the exit code: 0; 1 when a check failed or the recording ended early; 143 after SIGTERM, 129
+    after SIGHUP, 130 after ctrl+c, and then there is no verdict. Raises SetupError when the engine cannot start
+    or the recording cannot be written.
     """
     from kvtop.record.recorder import Recorder
     from kvtop.state.dashboard import DashboardState
@@ -335,16 +338,21 @@ def run_headless(
     for sink in (*sinks, batches.put):
         engine.subscribe(sink)
     state = DashboardState()
-    engine.start()
-    try:
-        engine.wait_ready()
-        verdict = _play(Performance(demo, engine, state, hold=False), state, batches, err)
-    finally:
-        engine.stop()
-        if recorder is not None:
-            recorder.close()
+    with signals.raised():
+        try:
+            engine.start()
+            engine.wait_ready()
+            verdict = _play(Performance(demo, engine, state, hold=False), state, batches, err)
+        except KeyboardInterrupt as end:
+            print(signals.reason(end), file=err, flush=True)
+            return signals.exit_code(end)
+        finally:
+            with suppress(KeyboardInterrupt):
+                engine.stop()
+                if recorder is not None:
+                    recorder.close()
     print(json.dumps(verdict, ensure_ascii=False) if as_json else verdict_text(verdict), file=out, flush=True)
-    return 0 if verdict["ok"] else 1
+    return int(not verdict["ok"] or (recorder is not None and recorder.failed is not None))
 
 
 def _play(

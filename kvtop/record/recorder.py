@@ -1,23 +1,30 @@
 """Recorder: writes a stream of batches to a file, in a thread of its own.
 
 Owns the queue between the engine and the disk, and the file while it grows. The engine's side only puts a
-batch into a bounded queue; a full or stalled disk ends the recording, told once, never the engine. The
-file then lacks its closing PoolSnapshot and EngineStopped, which is how every reader sees it is truncated.
+batch into a bounded queue. A full or stalled disk ends the recording, never the engine, and is reported once. The
+file then lacks its closing PoolSnapshot and EngineStopped: every reader sees that it is truncated. A file that
+somebody else has written, or is writing, is never touched.
 """
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import gzip
+import os
 import queue
+import re
+import stat
 import threading
 import time
 import zlib
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
-from engine.events import POOL_EVENTS, EngineStopped, PoolSnapshot, StepBatch, encode_batch
+from engine.events import POOL_EVENTS, EngineStarted, EngineStopped, PoolSnapshot, StepBatch, encode_batch
 from kvtop.record.recording import RecordingError, header_line, read
 from kvtop.record.redact import Redactor
 
@@ -31,7 +38,6 @@ FLUSH_S = 0.5
 """Seconds after which what was written is handed to the system, so that a crash loses little."""
 CAPACITY = 8192
 """Batches that may wait for the disk: over a minute of a busy engine."""
-PAUSE_S = 0.002
 
 
 class Recorder:
@@ -52,19 +58,21 @@ class Recorder:
         patient: bool = False,
     ) -> None:
         """`.gz` at the end of the name compresses. patient: the engine waits for the disk, for one whose time is
-        simulated and stands still meanwhile. Raises RecordingError when the file cannot be made."""
+        simulated and stands still meanwhile. Raises RecordingError when the file cannot be made or exists already; a
+        device, a pipe or an empty file may exist."""
         self.path = Path(path).expanduser()
-        self.problem: str | None = None
-        """Why the recording is truncated, one line."""
+        self.failed: str | None = None
+        """Why the recording ended early, one line; None as long as it goes well."""
         self.complete = False
         """EngineStopped was written."""
         self.batches = 0
+        self._started = False
+        """EngineStarted was written."""
         self._redact = Redactor() if redact else None
         self._request_snapshot = request_snapshot
         self._on_problem = on_problem
-        self._capacity = capacity
         self._patient = patient
-        self._queue: queue.SimpleQueue[StepBatch | None] = queue.SimpleQueue()
+        self._queue: queue.Queue[StepBatch | None] = queue.Queue(capacity)
         self._changed = False
         self._last_snapshot: float | None = None
         self._taken = self._taken_then = 0
@@ -72,7 +80,8 @@ class Recorder:
         self._spacing = 0
         self._flushed = 0.0
         try:
-            self._raw = self.path.open("wb", buffering=1 << 16)
+            descriptor, self._made = _opened(self.path)
+            self._raw = os.fdopen(descriptor, "wb", buffering=1 << 16)
             # The fastest level: three quarters of the best one's gain at a fifth of its time.
             self._zip = gzip.GzipFile("", "wb", 1, self._raw, 0) if self.path.suffix == ".gz" else None
             self._file.write(header_line())
@@ -84,20 +93,21 @@ class Recorder:
 
     def __call__(self, batch: StepBatch) -> None:
         """Take a batch (in the engine's thread); waits only if `patient`."""
-        while self._patient and self._queue.qsize() >= self._capacity and self.problem is None:
-            time.sleep(PAUSE_S)
-        if self.problem is not None:
+        if self.failed is not None:
             return
-        if self._queue.qsize() >= self._capacity:
-            self._give_up(f"the disk is too slow, {self._capacity:,} batches were waiting")
+        try:
+            self._queue.put(batch, block=self._patient)
+        except queue.Full:
+            self._give_up(f"the disk is too slow, {self._queue.maxsize:,} batches were waiting")
             return
-        self._queue.put(batch)
         self._watch(batch)
 
     def close(self, timeout: float = 10.0) -> None:
         """Write what waits and close the file; gives up on a disk that does not answer in `timeout` s."""
-        self._queue.put(None)
-        self._thread.join(timeout)
+        end = time.monotonic() + timeout
+        with suppress(queue.Full):
+            self._queue.put(None, timeout=timeout)
+            self._thread.join(max(0.0, end - time.monotonic()))
         if self._thread.is_alive():
             self._give_up(f"the disk did not answer within {timeout:g} s")
 
@@ -137,6 +147,7 @@ class Recorder:
             out += encode_batch(batch)
             out += b"\n"
             self.batches += 1
+            self._started = self._started or any(type(e) is EngineStarted for e in batch.events)
             self.complete = self.complete or type(batch.events[-1]) is EngineStopped
         self._file.write(out)
         if time.monotonic() - self._flushed >= FLUSH_S:
@@ -164,7 +175,7 @@ class Recorder:
 
     def _guard(self, work: Callable[[], None]) -> None:
         """Do `work` unless the recording has ended early; an error of the disk ends it."""
-        if self.problem is None:
+        if self.failed is None:
             try:
                 work()
             except OSError as error:
@@ -174,6 +185,8 @@ class Recorder:
         if self._zip is not None:
             self._zip.close()
         self._raw.close()
+        if self._made and not self._started:
+            self.path.unlink(missing_ok=True)  # the engine never started: the next try needs the name
 
     def _flush(self) -> None:
         self._flushed = time.monotonic()
@@ -182,9 +195,45 @@ class Recorder:
         self._raw.flush()
 
     def _give_up(self, why: str) -> None:
-        if self.problem is not None:
+        if self.failed is not None:
             return
-        self.problem = f"recording stopped early: {self.path.name[-60:]}: {why}"[:200]
+        self.failed = f"recording stopped early: {self.path.name[-60:]}: {why}"[:200]
         self.complete = False
         if self._on_problem is not None:
-            self._on_problem(self.problem)
+            self._on_problem(self.failed)
+
+
+_DESCRIPTOR = re.compile(r"/dev/(?:fd/(\d+)|(stdin)|(stdout)|(stderr))")
+
+
+def _opened(path: Path) -> tuple[int, bool]:
+    """(a descriptor to write to that nobody else writes to, whether the file was made here). A file that exists is
+    never overwritten, unless it is empty. The lock on a file goes with its process, however that ends. Raises
+    OSError, RecordingError."""
+    own = _DESCRIPTOR.fullmatch(str(path))
+    if own is not None:
+        return os.dup(int(own[1]) if own[1] else (own.lastindex or 2) - 2), False
+    made = True
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    except FileExistsError:
+        made = False
+        descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+    try:
+        if stat.S_ISREG(os.fstat(descriptor).st_mode):
+            _lock(path, descriptor)
+            if os.fstat(descriptor).st_size:
+                raise RecordingError(path, "exists already; record to another name, or remove it first")
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor, made
+
+
+def _lock(path: Path, descriptor: int) -> None:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+            raise RecordingError(path, "is being written by another kvtop; record to another name") from None
+        # A file system without locks: what is left is that only an empty file is written to.

@@ -12,7 +12,7 @@ import json
 import math
 import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 import msgspec
 
 from engine import SetupError
-from engine.events import SCHEMA, StepBatch, decode_batch
+from engine.events import SCHEMA, EngineStopped, StepBatch, decode_batch
 from kvtop import __version__
 from kvtop.record.door import Door, Refused
 from kvtop.text import cut, safe_text
@@ -73,6 +73,27 @@ def read(path: str | Path) -> Iterator[StepBatch]:
             yield parse(path, number, line, door)
 
 
+def read_readable(path: str | Path, take: Callable[[StepBatch], Any]) -> str | None:
+    """Hands every batch that can be read to `take`. Returns None, or what is missing where the recording ends too
+    early, in one line. Raises RecordingError where nothing can be read and where a line is wrong."""
+    path, number, ended = Path(path), 0, False
+    try:
+        for batch in read(path):
+            take(batch)
+            number += 1
+            ended = bool(batch.events) and isinstance(batch.events[-1], EngineStopped)
+    except TruncatedError as error:
+        if not number:
+            raise
+        return cut(f"{error}; shown are the {number:,} batches before it", 190)
+    if not number:
+        raise RecordingError(path, "holds no batch of events")
+    if not ended:
+        missing = "the end is missing (no EngineStopped); shown is what came before"
+        return str(TruncatedError(path, missing, number + 2))  # the header is a line, too
+    return None
+
+
 @contextmanager
 def open_recording(path: Path) -> Iterator[BinaryIO]:
     """The file after its header, uncompressed. Raises RecordingError."""
@@ -93,7 +114,7 @@ def lines(path: Path, file: BinaryIO, first: int = 2) -> Iterator[tuple[int, byt
     number = first
     while line := _line(path, file, number):
         if not line.endswith(b"\n") and not _is_whole(line):
-            raise TruncatedError(path, "is cut off; the recording did not end properly", number)
+            raise TruncatedError(path, "is cut off, the rest of the recording is missing", number)
         if line.strip():
             yield number, line.rstrip(b"\r\n")
         number += 1

@@ -5,6 +5,9 @@ from __future__ import annotations
 import io
 import json
 import queue
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -227,3 +230,37 @@ def test_exact_prompts_say_who_speaks() -> None:
         assert [s[2] for s in request.spans] == ["template", "system", "template", "user", "template"]
         assert request.spans[1][1:] == (2000, "system", "handbook")
         assert [s[1] for s in request.spans] == [*(s[0] for s in request.spans[1:]), 2200]
+
+
+@pytest.mark.parametrize(
+    ("number", "want"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
+)
+def test_a_signal_in_the_middle_of_a_demo_completes_the_recording(
+    tmp_path: Path, number: int, want: int
+) -> None:
+    code = (
+        "import sys; from engine import EngineConfig; from kvtop.play.demo import *\n"
+        "from tests.demos.toy import build\n"
+        "def script(stage):\n"
+        "    yield stage.finished(stage.submit('x', max_tokens=3))\n"
+        "    stage.caption('now it waits')\n"
+        "    yield Until(lambda: False)\n"
+        "demo = Demo('d', 'waits', script)\n"
+        "sys.exit(run_headless(demo, EngineConfig(), record=sys.argv[1], build=build))"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path / "a.jsonl")],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=Path(__file__).resolve().parents[2],
+    )
+    assert process.stderr is not None
+    assert process.stderr.readline() == "1. now it waits\n"
+    process.send_signal(number)
+    out, err = process.communicate(timeout=20)
+    assert process.returncode == want
+    assert out == ""
+    assert err.count("\n") == 1
+    assert "Traceback" not in err
+    assert verify(tmp_path / "a.jsonl").violations == []

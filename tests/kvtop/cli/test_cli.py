@@ -299,3 +299,51 @@ def test_a_reader_that_closes_the_pipe_is_quiet(recorded: Path) -> None:
     )
     assert done.stderr == ""
     assert done.returncode in (0, 141)
+
+
+@pytest.mark.parametrize("command", ["replay", "explain"])
+@pytest.mark.parametrize("lines_left", [-1, -2, -3])
+def test_of_a_truncated_recording_the_readable_part_is_shown(
+    capsys: pytest.CaptureFixture[str], recorded: Path, command: str, lines_left: int
+) -> None:
+    whole = recorded.read_bytes().splitlines(keepends=True)
+    ends = b"" if lines_left == -1 else whole[lines_left][:-20]
+    kept = whole[:lines_left]
+    recorded.write_bytes(b"".join(kept) + ends)
+    code, out, err = invoke(capsys, command, str(recorded), "--json")
+    assert code == 1
+    assert json.loads(out)["requests"]
+    assert err.count("\n") == 1
+    assert f"run.jsonl: line {len(kept) + 1:,}: " in err
+    assert ("the end is missing" if not ends else "is cut off, the rest of the recording is missing") in err
+    assert len(err) <= 201
+
+
+def test_of_a_recording_without_a_whole_batch_nothing_is_shown(
+    capsys: pytest.CaptureFixture[str], recorded: Path
+) -> None:
+    whole = recorded.read_bytes().splitlines(keepends=True)
+    for data in (whole[0], whole[0] + whole[1][:-9]):
+        recorded.write_bytes(data)
+        code, out, err = invoke(capsys, "explain", str(recorded), "--json")
+        assert (code, out, err.count("\n")) == (2, "", 1)
+
+
+def test_a_recording_is_not_overwritten(capsys: pytest.CaptureFixture[str], recorded: Path) -> None:
+    before = recorded.read_bytes()
+    code, out, err = invoke(
+        capsys,
+        "run",
+        "--headless",
+        "--simulate",
+        "llama-3.1-8b",
+        "--on",
+        "H100",
+        "--prompt",
+        "x",
+        "--record",
+        str(recorded),
+    )
+    assert (code, out) == (2, "")
+    assert err == "kvtop: run.jsonl: exists already; record to another name, or remove it first\n"
+    assert recorded.read_bytes() == before

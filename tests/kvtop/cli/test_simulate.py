@@ -180,7 +180,7 @@ def test_a_patient_pipe_holds_the_engine_until_it_is_read_or_closed() -> None:
     pipe.close()
     thread.join(5)
     assert len(put) == 10
-    assert [pipe.get() for _ in range(8)] == batches[2:]
+    assert pipe.qsize() <= 1, "what waited is dropped, but for a batch that was being put"
 
 
 def test_a_patient_recorder_waits_for_the_disk_and_loses_nothing(tmp_path: Path) -> None:
@@ -196,7 +196,7 @@ def test_a_patient_recorder_waits_for_the_disk_and_loses_nothing(tmp_path: Path)
     for batch in batches:
         recorder(batch)
     recorder.close()
-    assert recorder.problem is None
+    assert recorder.failed is None
     assert list(read(tmp_path / "a.jsonl")) == batches
 
 

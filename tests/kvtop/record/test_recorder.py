@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
+import subprocess
+import sys
 import threading
 import time
 import zlib
@@ -35,7 +38,7 @@ def test_what_comes_back_is_what_went_in(tmp_path: Path, name: str) -> None:
     batches = rich_stream()
     recorder = record(tmp_path / name, batches)
     assert recorder.complete
-    assert recorder.problem is None
+    assert recorder.failed is None
     assert recorder.batches == len(batches)
     assert list(read(tmp_path / name)) == batches
 
@@ -104,7 +107,7 @@ def test_a_disk_that_fills_later_ends_the_recording_not_the_engine(tmp_path: Pat
     for batch in rich_stream():
         recorder(batch)
     recorder.close()
-    assert problems == [recorder.problem]
+    assert problems == [recorder.failed]
     assert "No space left" in problems[0]
     assert len(problems[0]) <= 200
     assert not recorder.complete
@@ -115,6 +118,61 @@ def test_a_path_that_cannot_be_written_is_one_line(tmp_path: Path, path: str) ->
     with pytest.raises(RecordingError, match="cannot be written") as info:
         Recorder(tmp_path / path)
     assert "\n" not in str(info.value)
+
+
+def test_a_file_that_exists_is_never_overwritten(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    record(path, rich_stream(20))
+    before = path.read_bytes()
+    with pytest.raises(RecordingError) as info:
+        Recorder(path)
+    assert str(info.value) == "a.jsonl: exists already; record to another name, or remove it first"
+    assert path.read_bytes() == before
+    (tmp_path / "b.jsonl").symlink_to(path)
+    with pytest.raises(RecordingError, match="exists already"):
+        Recorder(tmp_path / "b.jsonl")
+    assert path.read_bytes() == before
+
+
+def test_two_recorders_never_write_one_file_and_a_crash_leaves_no_lock(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.touch()  # as mktemp leaves it
+    first = Recorder(path)
+    with pytest.raises(RecordingError, match=r"a.jsonl: (exists already|is being written by another kvtop)"):
+        Recorder(path)
+    for batch in rich_stream(20):
+        first(batch)
+    first.close()
+    assert verify(path).ok
+    crash = "import os; from kvtop.record.recorder import Recorder; Recorder('b.jsonl'); os._exit(1)"
+    subprocess.run([sys.executable, "-c", crash], cwd=tmp_path, env=os.environ | {"PYTHONPATH": os.getcwd()})
+    with pytest.raises(RecordingError, match="exists already"):
+        Recorder(tmp_path / "b.jsonl")
+    (tmp_path / "b.jsonl").write_bytes(b"")
+    record(tmp_path / "b.jsonl", rich_stream(20))
+    assert verify(tmp_path / "b.jsonl").ok
+
+
+def test_a_fifo_and_an_open_descriptor_may_be_recorded_to(tmp_path: Path) -> None:
+    batches = rich_stream(20)
+    os.mkfifo(tmp_path / "pipe")
+    got: list[bytes] = []
+    reader = threading.Thread(target=lambda: got.append((tmp_path / "pipe").read_bytes()))
+    reader.start()
+    record(tmp_path / "pipe", batches)
+    reader.join(10)
+    (tmp_path / "a.jsonl").write_bytes(got[0])
+    assert list(read(tmp_path / "a.jsonl")) == batches
+    with (tmp_path / "b.jsonl").open("wb") as file:
+        record(Path(f"/dev/fd/{file.fileno()}"), batches)
+    assert list(read(tmp_path / "b.jsonl")) == batches
+    assert (tmp_path / "pipe").exists()
+
+
+def test_a_recording_of_an_engine_that_never_started_is_not_left_behind(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    record(path, rich_stream(20)[:1])
+    assert not path.exists()
 
 
 # ------------------------------------------------------------------------------------- redaction
