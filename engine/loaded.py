@@ -26,7 +26,7 @@ class Built:
     tokenizer: TextTokenizer | None = None
     eos_ids: tuple[int, ...] = ()
     defaults: dict[str, Any] = field(default_factory=dict)
-    """temperature, top_k, top_p, do_sample of the model's generation_config."""
+    """See ModelConfig.generation."""
     knobs: dict[str, Any] = field(default_factory=dict)
     """What the start decided beyond the config, for EngineStarted.knobs."""
     source: Literal["live", "simulated"] = "live"

@@ -1,7 +1,7 @@
 """GGUF metadata -> ModelConfig, and the names of its tensors in Hugging Face's spelling.
 
-Owns what a GGUF says only between the lines: biases and tied embeddings by the presence of tensors,
-Llama-3's RoPE by the factors that converters bake into `rope_freqs.weight`. What would change the numbers
+A GGUF does not say everything in its metadata: biases and tied embeddings show in which tensors it has, and
+Llama-3's RoPE in the factors that converters write into `rope_freqs.weight`. Whatever would change the results
 and is not implemented is refused by name. Imports no torch.
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from engine.errors import SetupError
-from engine.files.hf_config import SUPPORTED, Architecture, Keys
+from engine.files.hf_config import LEAST_TOP_P, SUPPORTED, Architecture, Keys, most_likely
 from engine.files.model_config import ModelConfig, RopeConfig
 
 # Mistral and SmolLM2 are "llama" in GGUF; only there q and k are stored permuted
@@ -69,9 +69,9 @@ def from_gguf(
             f"GGUF architecture {gguf_architecture:.40} is not supported; kvtop runs {SUPPORTED}"
         )
     prefix = gguf_architecture + "."
-    if metadata.get("split.count", 1) not in (0, 1):
+    if keys.get("split.count", int, 1) not in (0, 1):
         raise SetupError("this GGUF is one part of a split; merge the parts with llama-gguf-split --merge")
-    if metadata.get(prefix + "expert_count", 0):
+    if keys.get(prefix + "expert_count", int, 0):
         raise SetupError(f"a mixture of experts is not supported; kvtop runs dense {SUPPORTED}")
     heads = keys.count(prefix + "attention.head_count")
     kv_heads = keys.count(prefix + "attention.head_count_kv", heads)
@@ -111,13 +111,15 @@ def from_gguf(
         bos_token_id=keys.get("tokenizer.ggml.bos_token_id", int, None),
         name=name or keys.get("general.name", str, ""),
         generation=_generation(keys),
+        notice=_not_followed(keys),
     )
 
 
 def eos_token_ids(metadata: Mapping[str, Any]) -> tuple[int, ...]:
     """Ids that end an answer: end of text and, where the file has one, end of turn."""
-    ids = [metadata.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot")]
-    return tuple(dict.fromkeys(i for i in ids if isinstance(i, int)))
+    keys = Keys(metadata, "GGUF metadata")
+    ids = [keys.get(f"tokenizer.ggml.{kind}_token_id", int, None) for kind in ("eos", "eot")]
+    return tuple(dict.fromkeys(i for i in ids if i is not None and i >= 0))  # -1 is none
 
 
 def _rope(keys: Keys, prefix: str, positions: int, head_dim: int, factors: np.ndarray | None) -> RopeConfig:
@@ -126,6 +128,17 @@ def _rope(keys: Keys, prefix: str, positions: int, head_dim: int, factors: np.nd
     kind = keys.get(scaling + "type", str, "none")
     factor = keys.positive(scaling + "factor", keys.positive(prefix + "rope.scale_linear", 1.0))
     original = keys.count(scaling + "original_context_length", positions, limit=1 << 30)
+    for name, plain in (
+        ("attn_factor", 1),
+        ("yarn_attn_factor", 1),
+        ("yarn_ext_factor", 1),
+        ("yarn_log_multiplier", 0),
+    ):
+        value = keys.get(scaling + name, float, float(plain))
+        if value not in (plain, -1.0):  # -1 is the default of llama.cpp
+            raise SetupError(
+                f"GGUF metadata: {scaling}{name} {value} is not implemented; use the safetensors"
+            )
     if factors is not None:
         return _llama3(theta, head_dim, factors)
     if kind == "none" or (kind == "linear" and factor == 1.0):
@@ -167,10 +180,22 @@ def _llama3(theta: float, head_dim: int, factors: np.ndarray) -> RopeConfig:
 
 def _generation(keys: Keys) -> dict[str, Any]:
     """Sampling defaults, where the converter kept them; without any of them kvtop is greedy."""
+    sampling = "general.sampling."
     found = {
-        "temperature": keys.get("general.sampling.temp", float, None),
-        "top_k": keys.get("general.sampling.top_k", int, None),
-        "top_p": keys.get("general.sampling.top_p", float, None),
+        "temperature": keys.between(sampling + "temp", 0, 100),
+        "top_k": most_likely(keys, sampling + "top_k"),
+        "top_p": keys.between(sampling + "top_p", 0, 1),
+        "min_p": keys.between(sampling + "min_p", 0, 0.999999),
+        "repetition_penalty": keys.between(sampling + "penalty_repeat", 1e-6, 10),
     }
+    if found["top_p"] is not None:
+        found["top_p"] = max(found["top_p"], LEAST_TOP_P)
     given = {key: value for key, value in found.items() if value is not None}
     return {"do_sample": True, **given} if given else {}
+
+
+def _not_followed(keys: Keys) -> str:
+    """What the file asks for beyond `_generation`, as a notice; "" for nothing."""
+    others = (("xtc_probability", float), ("mirostat", int), ("sequence", str), ("penalty_last_n", int))
+    names = [name for name, kind in others if keys.get(f"general.sampling.{name}", kind, None)]
+    return f"the GGUF asks for {', '.join(names)} in sampling, which kvtop does not follow" if names else ""

@@ -1,8 +1,8 @@
 """The tokenizer inside a GGUF's metadata, rewritten as tokenizer.json and tokenizer_config.json.
 
-Owns the knowledge that a GGUF leaves out: how text was cut before the merges were learned, which it only
-names (`tokenizer.ggml.pre`). A name that is not known is refused: a wrong cut would make other tokens than
-the model was trained on, silently. Imports no torch and no transformers.
+A GGUF only names how text is split before merging (`tokenizer.ggml.pre`); what the names mean is written here.
+An unknown name is refused: a wrong split would silently give other tokens than the model was trained on.
+Every key has one type; another one is refused with the key's name. Imports no torch and no transformers.
 """
 
 from __future__ import annotations
@@ -10,7 +10,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from engine.errors import SetupError
+from engine.files.hf_config import Keys
 
 _NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4
 
@@ -40,34 +43,67 @@ _SPLITS = {
 _WHOLE_WORDS_FIRST = ("llama-bpe", "llama3", "llama-v3", "tekken")
 """Vocabularies in which a word that is a token is taken whole, whatever the merges would do."""
 
+_PREFIX = "tokenizer.ggml."
+
 Converted = tuple[dict[str, Any], dict[str, Any]]
+
+
+class _Keys(Keys):
+    """Typed access to what a GGUF says under `tokenizer.ggml.`."""
+
+    def texts(self, name: str) -> list[str]:
+        """An array of texts; empty where there is none."""
+        value = self.values.get(_PREFIX + name)
+        if isinstance(value, np.ndarray) and not value.size:  # an empty array may be of any type
+            value = None
+        if value is not None and not isinstance(value, list):
+            raise SetupError(f"{self.where}: {_PREFIX}{name} must be an array of texts; fetch it again")
+        return value or []
+
+    def numbers(self, name: str, *, whole: bool = False) -> list[Any]:
+        """An array of numbers without NaN; empty where there is none."""
+        value = self.values.get(_PREFIX + name)
+        if value is None or (isinstance(value, list) and not value):
+            return []
+        kinds = "iu" if whole else "iuf"
+        if not isinstance(value, np.ndarray) or value.dtype.kind not in kinds or np.isnan(value).any():
+            what = "whole numbers" if whole else "numbers"
+            raise SetupError(f"{self.where}: {_PREFIX}{name} must be an array of {what}; fetch it again")
+        return list(value.tolist())
+
+    def token(self, name: str, tokens: list[str]) -> str | None:
+        """The text of a special token. None where there is none: converters then write no id, or one beyond the
+        vocabulary."""
+        index = self.get(f"{_PREFIX}{name}_token_id", int, None)
+        return tokens[index] if index is not None and 0 <= index < len(tokens) else None
 
 
 def convert(metadata: Mapping[str, Any]) -> Converted:
     """(tokenizer.json, tokenizer_config.json) as objects. Raises SetupError: missing or unknown parts."""
-    tokens = metadata.get("tokenizer.ggml.tokens")
-    if not isinstance(tokens, list) or not tokens:
+    keys = _Keys(metadata, "GGUF metadata")
+    tokens = keys.texts("tokens")
+    if not tokens:
         raise SetupError("this GGUF has no tokenizer.ggml.tokens: it brings no tokenizer; take another file")
-    kinds = [int(kind) for kind in metadata.get("tokenizer.ggml.token_type", ())]
+    kinds = keys.numbers("token_type", whole=True)
     if kinds and len(kinds) != len(tokens):
-        raise SetupError(f"GGUF metadata: {len(tokens)} tokens but {len(kinds)} token types; fetch it again")
-    model = metadata.get("tokenizer.ggml.model")
+        raise SetupError(f"GGUF metadata: {len(tokens)} tokens but {len(kinds)} token_type; fetch it again")
+    model = keys.get(_PREFIX + "model", str)
     if model == "gpt2":
-        pipeline = _byte_level(metadata, tokens)
+        pipeline = _byte_level(keys, tokens)
     elif model == "llama":
-        pipeline = _sentencepiece(metadata, tokens)
+        pipeline = _sentencepiece(keys, tokens)
     else:
         raise SetupError(
-            f"GGUF tokenizer {model!s:.30} is not supported (gpt2 and llama are); use the safetensors"
+            f"GGUF metadata: tokenizer.ggml.model {model:.30} is not supported (gpt2, llama); use the safetensors"
         )
-    config = _config(metadata, tokens)
+    config = _config(keys, tokens)
     tokenizer = {
         "version": "1.0",
         "truncation": None,
         "padding": None,
         "added_tokens": _added(tokens, kinds),
         **pipeline,
-        "post_processor": _post_processor(metadata, tokens, model),
+        "post_processor": _post_processor(keys, tokens, model),
     }
     return tokenizer, config
 
@@ -82,29 +118,30 @@ def _added(tokens: list[str], kinds: list[int]) -> list[dict[str, Any]]:
     ]
 
 
-def _byte_level(metadata: Mapping[str, Any], tokens: list[str]) -> dict[str, Any]:
-    pre = str(metadata.get("tokenizer.ggml.pre", "default"))
+def _byte_level(keys: _Keys, tokens: list[str]) -> dict[str, Any]:
+    pre = keys.get(_PREFIX + "pre", str, "default")
     if pre in _SPLITS:
         split = {"type": "Split", "pattern": {"Regex": _SPLITS[pre]}, "behavior": "Isolated", "invert": False}
         steps: tuple[dict[str, Any], ...] = (split, {**_GPT2[0], "use_regex": False})
     elif pre in _PRE_TOKENIZERS:
         steps = _PRE_TOKENIZERS[pre]
     else:
-        raise SetupError(f"GGUF pre-tokenizer {pre:.40} is not known to kvtop; use the model's safetensors")
+        raise SetupError(
+            f"GGUF metadata: tokenizer.ggml.pre {pre:.40} is not known to kvtop; use the model's safetensors"
+        )
     return {
         # Qwen's published tokenizers normalise, which their GGUFs do not say
         "normalizer": {"type": "NFC"} if _SPLITS.get(pre) is _QWEN2 else None,
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": list(steps)},
         "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
-        "model": _bpe(tokens, _merges(metadata), ignore_merges=pre in _WHOLE_WORDS_FIRST),
+        "model": _bpe(tokens, _merges(keys), ignore_merges=pre in _WHOLE_WORDS_FIRST),
     }
 
 
-def _sentencepiece(metadata: Mapping[str, Any], tokens: list[str]) -> dict[str, Any]:
+def _sentencepiece(keys: _Keys, tokens: list[str]) -> dict[str, Any]:
     """As in tokenizer.json of Llama-2 and Mistral: each stretch between special tokens gets a space first."""
-    prefix = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
+    prefix = keys.get(_PREFIX + "add_space_prefix", bool, True)
     space = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
-    unknown = metadata.get("tokenizer.ggml.unknown_token_id", 0)
     steps: list[dict[str, Any]] = [
         {"type": "Replace", "pattern": {"String": "▁"}, "content": " "},
         {"type": "ByteFallback"},
@@ -112,8 +149,9 @@ def _sentencepiece(metadata: Mapping[str, Any], tokens: list[str]) -> dict[str, 
     ]
     if prefix:
         steps.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
-    model = _bpe(tokens, _merges(metadata) or _merges_of(tokens, metadata), fuse_unk=True, byte_fallback=True)
-    model["unk_token"] = tokens[unknown] if isinstance(unknown, int) and 0 <= unknown < len(tokens) else None
+    model = _bpe(tokens, _merges(keys) or _merges_of(tokens, keys), fuse_unk=True, byte_fallback=True)
+    has_unknown = keys.get(_PREFIX + "unknown_token_id", int, None) is not None
+    model["unk_token"] = keys.token("unknown", tokens) if has_unknown else tokens[0]
     prepend = [{"type": "Prepend", "prepend": "▁"}] if prefix else []
     return {
         "normalizer": {"type": "Sequence", "normalizers": [*prepend, space]},
@@ -130,27 +168,27 @@ def _bpe(tokens: list[str], merges: list[list[str]], **flags: bool) -> dict[str,
     return {"type": "BPE", **plain, **flags, "vocab": vocab, "merges": merges}
 
 
-def _merges(metadata: Mapping[str, Any]) -> list[list[str]]:
-    merges = [merge.split(" ") for merge in metadata.get("tokenizer.ggml.merges", ())]
+def _merges(keys: _Keys) -> list[list[str]]:
+    merges = [merge.split(" ") for merge in keys.texts("merges")]
     for merge in merges:
         if len(merge) != 2:
             raise SetupError(
-                f"GGUF metadata: merge {' '.join(merge)!r:.40} is not two tokens; fetch it again"
+                f"GGUF metadata: {_PREFIX}merges has {' '.join(merge)!r:.40}, not two tokens; fetch it again"
             )
     return merges
 
 
-def _merges_of(tokens: list[str], metadata: Mapping[str, Any]) -> list[list[str]]:
+def _merges_of(tokens: list[str], keys: _Keys) -> list[list[str]]:
     """SentencePiece keeps scores instead of merges: every cut of a token into two tokens is one, the best
     score first (as in transformers' generate_merges)."""
-    scores = metadata.get("tokenizer.ggml.scores")
-    if scores is None or len(scores) != len(tokens):
+    scores = keys.numbers("scores")
+    if len(scores) != len(tokens):
         raise SetupError(
-            "GGUF metadata: the tokenizer has neither merges nor a score for each token; fetch it again"
+            "GGUF metadata: tokenizer.ggml.scores has no score for each token, and there are no merges; fetch it again"
         )
     vocab = {token: index for index, token in enumerate(tokens)}
     found = []
-    for token, score in zip(tokens, scores.tolist(), strict=True):
+    for token, score in zip(tokens, scores, strict=True):
         cuts = [
             (token[:i], token[i:]) for i in range(1, len(token)) if token[:i] in vocab and token[i:] in vocab
         ]
@@ -160,17 +198,12 @@ def _merges_of(tokens: list[str], metadata: Mapping[str, Any]) -> list[list[str]
     return [[left, right] for _, left, right in found]
 
 
-def _token(metadata: Mapping[str, Any], tokens: list[str], name: str) -> str | None:
-    index = metadata.get(f"tokenizer.ggml.{name}_token_id")
-    return tokens[index] if isinstance(index, int) and 0 <= index < len(tokens) else None
-
-
-def _post_processor(metadata: Mapping[str, Any], tokens: list[str], model: str) -> dict[str, Any] | None:
+def _post_processor(keys: _Keys, tokens: list[str], model: str) -> dict[str, Any] | None:
     """Begin-of-text before plain prompts, where the file (or llama.cpp's default for its kind) says so."""
-    pre = metadata.get("tokenizer.ggml.pre")
-    by_default = model == "llama" or _SPLITS.get(str(pre)) is _LLAMA3
-    bos = _token(metadata, tokens, "bos")
-    if bos is None or not metadata.get("tokenizer.ggml.add_bos_token", by_default):
+    pre = keys.get(_PREFIX + "pre", str, "")
+    by_default = model == "llama" or _SPLITS.get(pre) is _LLAMA3
+    bos = keys.token("bos", tokens)
+    if not keys.get(_PREFIX + "add_bos_token", bool, by_default) or bos is None:
         return None
     first = {"SpecialToken": {"id": bos, "type_id": 0}}
     text, pair = ({"Sequence": {"id": name, "type_id": 0}} for name in "AB")
@@ -183,11 +216,9 @@ def _post_processor(metadata: Mapping[str, Any], tokens: list[str], model: str) 
     }
 
 
-def _config(metadata: Mapping[str, Any], tokens: list[str]) -> dict[str, Any]:
+def _config(keys: _Keys, tokens: list[str]) -> dict[str, Any]:
     """What a chat template may use, and the template."""
     names = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
-    config: dict[str, Any] = {key: _token(metadata, tokens, name) for key, name in names.items()}
-    template = metadata.get("tokenizer.chat_template")
-    if isinstance(template, str):
-        config["chat_template"] = template
+    config: dict[str, Any] = {key: keys.token(name, tokens) for key, name in names.items()}
+    config["chat_template"] = keys.get("tokenizer.chat_template", str, None)
     return {key: value for key, value in config.items() if value is not None}

@@ -34,7 +34,7 @@ _MISSING: Any = object()
 
 
 class Keys:
-    """Typed access to a JSON object: what is missing or of the wrong type is named in one line."""
+    """Typed access to a JSON object or a GGUF's metadata: what is missing or wrong is named in one line."""
 
     def __init__(self, values: Mapping[str, Any], where: str) -> None:
         self.values, self.where = values, where
@@ -46,25 +46,41 @@ class Keys:
             if default is _MISSING:
                 raise SetupError(f"{self.where} lacks {key}; this is not a complete model, fetch it again")
             return default
-        if kind is float and type(value) is int:
+        if kind is float and type(value) is int and abs(value) < 1 << 1000:  # more is no float
             value = float(value)
         if type(value) is not kind:
-            raise SetupError(f"{self.where}: {key} must be {kind.__name__}, not {value!r:.60}")
+            raise SetupError(f"{self.where}: {key:.60} must be {kind.__name__}, not {_shown(value)}")
         return value
 
     def count(self, key: str, default: Any = _MISSING, limit: int = 1 << 24) -> Any:
         """A positive int; `limit` keeps a hostile file from asking for absurd shapes."""
         value = self.get(key, int, default)
         if value is not None and not 0 < value <= limit:
-            raise SetupError(f"{self.where}: {key} must be between 1 and {limit}, not {value}")
+            raise SetupError(f"{self.where}: {key:.60} must be between 1 and {limit}, not {_shown(value)}")
+        return value
+
+    def between(self, key: str, least: float, most: float) -> Any:
+        """A float from `least` to `most`, or None where it is absent."""
+        value = self.get(key, float, None)
+        if value is not None and not least <= value <= most:
+            raise SetupError(f"{self.where}: {key:.60} must be from {least:g} to {most:g}, not {value}")
         return value
 
     def positive(self, key: str, default: Any = _MISSING) -> Any:
         """A float above 0."""
         value = self.get(key, float, default)
         if value is not None and not 0 < value < float("inf"):
-            raise SetupError(f"{self.where}: {key} must be over 0, not {value}")
+            raise SetupError(f"{self.where}: {key:.60} must be over 0, not {value}")
         return value
+
+
+def _shown(value: Any) -> str:
+    """The beginning of a value in an error. Numbers of thousands of digits have no decimal form in Python."""
+    if isinstance(value, int) and abs(value) >= 1 << 200:
+        return "a number of more than 60 digits"
+    return (
+        f"{value!r:.60}" if isinstance(value, (int, float, str)) else f"{type(value).__name__}: {value!r:.40}"
+    )
 
 
 def from_hf(
@@ -120,6 +136,7 @@ def from_hf(
         bos_token_id=keys.get("bos_token_id", int, None),
         name=name,
         generation=generation_defaults(generation),
+        notice=not_followed(generation),
     )
 
 
@@ -220,17 +237,66 @@ def _eos_ids(config: Mapping[str, Any] | None, where: str) -> tuple[int, ...]:
     value = (config or {}).get("eos_token_id")
     ids = [] if value is None else value if isinstance(value, list) else [value]
     if any(type(i) is not int or i < 0 for i in ids):
-        raise SetupError(f"{where}: eos_token_id must be an int or a list of ints, not {value!r:.60}")
+        raise SetupError(f"{where}: eos_token_id must be an int or a list of ints, not {_shown(value)}")
     return tuple(dict.fromkeys(ids))
 
 
+# ---------------------------------------------------------------------------- how a model wants to be sampled
+
+LEAST_TOP_P = 1e-9
+"""In place of a top_p of 0, which keeps the likeliest token alone."""
+_IGNORED: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("encoder_repetition_penalty", "guidance_scale"), (1, 1.0)),
+    **dict.fromkeys(("num_beams", "num_beam_groups", "num_return_sequences"), (1,)),
+    **dict.fromkeys(("diversity_penalty", "penalty_alpha"), (0, 0.0)),
+    **dict.fromkeys(
+        ("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "min_length", "min_new_tokens"), (0,)
+    ),
+    **dict.fromkeys(("bad_words_ids", "suppress_tokens", "begin_suppress_tokens", "sequence_bias"), ([], {})),
+    **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id", "force_words_ids", "constraints"), ([],)),
+    **dict.fromkeys(("exponential_decay_length_penalty", "watermarking_config", "dola_layers"), ()),
+    **dict.fromkeys(("stop_strings",), ([], "")),
+    **dict.fromkeys(("renormalize_logits", "token_healing"), (False,)),
+}
+"""Keys that change which tokens transformers draws, greedy or not, and the values that change nothing."""
+_IGNORED_FILTERS: dict[str, tuple[Any, ...]] = {
+    "typical_p": (1, 1.0),
+    "top_h": (),
+    "epsilon_cutoff": (0, 0.0),
+    "eta_cutoff": (0, 0.0),
+}
+"""The same for filters, which transformers applies under do_sample alone."""
+
+
 def generation_defaults(generation: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The sampling defaults that kvtop follows."""
+    """The sampling defaults that kvtop follows, checked as strictly as a request's own."""
     keys = Keys(generation or {}, "generation_config.json")
     found = {
         "do_sample": keys.get("do_sample", bool, None),
-        "temperature": keys.get("temperature", float, None),
-        "top_k": keys.get("top_k", int, None),
-        "top_p": keys.get("top_p", float, None),
+        "temperature": keys.between("temperature", 0, 100),
+        "top_k": most_likely(keys, "top_k"),
+        "top_p": keys.between("top_p", 0, 1),
+        "min_p": keys.between("min_p", 0, 0.999999),
+        "repetition_penalty": keys.between("repetition_penalty", 1e-6, 10),
     }
+    if found["top_p"] is not None:
+        found["top_p"] = max(found["top_p"], LEAST_TOP_P)
     return {key: value for key, value in found.items() if value is not None}
+
+
+def most_likely(keys: Keys, key: str) -> int | None:
+    """A top_k: 0 keeps all, and so does any number over a vocabulary."""
+    value: int | None = keys.get(key, int, None)
+    if value is not None and value < 0:
+        raise SetupError(f"{keys.where}: {key:.60} must be 0 (all) or more, not {_shown(value)}")
+    return None if value is None else min(value, 1 << 30)
+
+
+def not_followed(generation: Mapping[str, Any] | None) -> str:
+    """What generation_config.json asks for beyond `generation_defaults`, as a notice; "" for nothing."""
+    given = generation or {}
+    neutral = _IGNORED | (_IGNORED_FILTERS if given.get("do_sample") is True else {})
+    names = [
+        key for key, values in neutral.items() if given.get(key) is not None and given[key] not in values
+    ]
+    return f"generation_config.json asks for {', '.join(names)}, which kvtop does not follow" if names else ""

@@ -1,6 +1,6 @@
-"""ModelConfig: shape and flags of a decoder, whatever file they were read from.
+"""ModelConfig: shape and flags of a decoder, the same for every file format.
 
-Owns the fields alone. hf_config reads them from a config.json, gguf_config from a GGUF header. Imports no torch.
+Owns only the fields. hf_config reads them from config.json, gguf_config from a GGUF header. Imports no torch.
 """
 
 from __future__ import annotations
@@ -53,4 +53,6 @@ class ModelConfig:
     bos_token_id: int | None = None
     name: str = ""
     generation: dict[str, Any] = field(default_factory=dict)
-    """temperature, top_k, top_p, do_sample of the model's generation_config, if it has one."""
+    """Sampling defaults of the model: do_sample, temperature, top_k, top_p, min_p, repetition_penalty."""
+    notice: str = ""
+    """What the model's files ask for and kvtop does not follow, in one line; empty for nothing."""

@@ -1,7 +1,7 @@
 """ModelFiles: the files of one model in a folder, and which of them are wanted.
 
-Owns the choice of files: never more than config, generation config, tokenizer and the safetensors that the index
-names. Whatever is missing or malformed is a SetupError that names the file. Imports no torch.
+Only config, generation config, tokenizer and the safetensors that the index names are wanted. A file that is
+missing or malformed raises a SetupError with its name. Imports no torch.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ TOKENIZER_FILES = (
     "vocab.json",
     "merges.txt",
 )
-_JSON_LIMIT = 64 << 20
+_LIMIT = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,16 +87,22 @@ def from_folder(folder: Path, *, name: str) -> ModelFiles:
     return ModelFiles("safetensors", name, folder, tuple(weights), config, generation, weight_map)
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file of at most 64 MiB; SetupError names the file."""
+def read(path: Path) -> bytes:
+    """A small file: at most 64 MiB. Raises SetupError that names it."""
     try:
-        if path.stat().st_size > _JSON_LIMIT:
+        if path.stat().st_size > _LIMIT:
             raise SetupError(
                 f"{shorten(str(path))} is larger than 64 MiB, which no such file is; fetch it again"
             )
-        value = json.loads(path.read_text("utf-8"))
+        return path.read_bytes()
     except OSError as error:
         raise SetupError(f"cannot read {shorten(str(path))}: {error.strerror or error}") from error
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a small JSON file. Raises SetupError that names the file."""
+    try:
+        value = json.loads(read(path))
     except (ValueError, RecursionError) as error:
         raise SetupError(f"{shorten(str(path))} is not valid JSON ({error}); fetch it again") from error
     if not isinstance(value, dict):

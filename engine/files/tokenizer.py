@@ -21,7 +21,7 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
 from engine.errors import SetupError
-from engine.files.model_files import GENERATION, ModelFiles, read_json, shorten
+from engine.files.model_files import GENERATION, ModelFiles, read, read_json, shorten
 
 _CONVERTER = 1
 """Part of the cache key: raise it when gguf_tokenizer.py changes what it writes."""
@@ -159,7 +159,7 @@ def _from_folder(
     tokenizer_config = {**_optional_json(folder / "special_tokens_map.json"), **tokenizer_config}
     path = folder / "tokenizer.json"
     if path.is_file():
-        backend = _backend(path.read_bytes(), path)
+        backend = _backend(read(path), path)
     elif any((folder / name).is_file() for name in _CONVERTIBLE):
         backend = _through_transformers(folder)
     else:
@@ -187,8 +187,10 @@ def _add_configured(backend: Backend, config: Mapping[str, Any]) -> None:
     """Added tokens that only tokenizer_config.json knows; transformers adds them too."""
     known = backend.get_added_tokens_decoder()
     listed = config.get("added_tokens_decoder")
-    entries = sorted(listed.items(), key=lambda item: int(item[0])) if isinstance(listed, dict) else []
-    for index, entry in entries:
+    listed = listed if isinstance(listed, dict) else {}
+    ids = [key for key in listed if key.isdecimal() and isinstance(listed[key], dict)]
+    for index in sorted(ids, key=int):
+        entry = listed[index]
         content = _content(entry)
         if content and int(index) not in known:
             flags = {
@@ -204,7 +206,7 @@ def _template(folder: Path, config: Mapping[str, Any]) -> str | None:
     """chat_template.jinja wins over chat_template.json and tokenizer_config.json, as in transformers."""
     path = folder / "chat_template.jinja"
     if path.is_file():
-        return path.read_text("utf-8")
+        return read(path).decode("utf-8", "replace")
     template = _optional_json(folder / "chat_template.json").get("chat_template", config.get("chat_template"))
     if isinstance(template, list):  # named templates
         named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}

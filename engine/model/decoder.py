@@ -57,7 +57,7 @@ class Decoder:
     ) -> None:
         c = self.config = config
         self.ops = ops
-        self.notice = ""
+        self.notice = c.notice
         self.timer: Timer | None = None
         """Times the kernels of the forwards to come."""
         embed = take(weights, "model.embed_tokens.weight", (c.vocab_size, c.hidden_size))

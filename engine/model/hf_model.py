@@ -10,6 +10,7 @@ keeps state of another kind, or attends in a way not written here, is refused by
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from engine.config import EngineConfig
 from engine.errors import SetupError
-from engine.files.hf_config import eos_token_ids, generation_defaults, refuse_quantised
+from engine.files.hf_config import eos_token_ids, generation_defaults, not_followed, refuse_quantised
 from engine.files.model_config import ModelConfig
 from engine.files.model_files import ModelFiles
 from engine.machine import free_memory
@@ -135,7 +136,7 @@ class HfModel:
         engine: EngineConfig | None = None,
     ) -> None:  # fmt: skip
         self.config = config
-        self.notice = NOTICE
+        self.notice = "; ".join(filter(None, (NOTICE, config.notice)))
         self.ops = _ops(config, device, dtype, engine or EngineConfig())
         self.hf = hf.to(device).eval()
         self.weights_bytes = sum(p.nbytes for p in hf.parameters())  # a tied head is one parameter
@@ -212,9 +213,11 @@ def load(
         hf_config = AutoConfig.from_pretrained(files.folder, local_files_only=True)
         config = model_config(hf_config, raw, files)
         _check_memory(hf_config, device, dtype)
-        hf = AutoModelForCausalLM.from_pretrained(
-            files.folder, config=hf_config, dtype=dtype, attn_implementation=NAME, local_files_only=True
-        )
+        hf, found = AutoModelForCausalLM.from_pretrained(
+            files.folder, config=hf_config, dtype=dtype, attn_implementation=NAME, local_files_only=True,
+            output_loading_info=True,
+        )  # fmt: skip
+        _check_loaded(name, found)
     except SetupError:
         raise
     except (ValueError, KeyError, ImportError, OSError, RuntimeError) as e:
@@ -237,6 +240,18 @@ def _check_memory(hf_config: Any, device: torch.device, dtype: torch.dtype) -> N
     tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}
     free = free_memory() if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]
     check_cpu_memory(sum(t.nbytes for t in tensors.values()), None, free)
+
+
+def _check_loaded(name: str, found: Mapping[str, Any]) -> None:
+    """Raises SetupError for a tensor that is missing, which transformers would draw at random, or for one of a layer
+    that the config does not have, which it would leave out."""
+    for tensor in sorted(map(str, found["missing_keys"])):
+        raise SetupError(f"{name}: tensor {tensor:.60} is missing; the model is incomplete, fetch it again")
+    for tensor in sorted(map(str, found["unexpected_keys"])):
+        if re.search(r"\.\d+\.", tensor) and not tensor.endswith(("inv_freq", "attn.bias", "masked_bias")):
+            raise SetupError(
+                f"{name}: tensor {tensor:.60} has no place in this config; fetch the files again"
+            )
 
 
 def register() -> None:
@@ -308,6 +323,7 @@ def model_config(hf_config: Any, raw: Mapping[str, Any], files: ModelFiles) -> M
         bos_token_id=getattr(hf_config, "bos_token_id", None),
         name=files.name,
         generation=generation_defaults(files.generation_config),
+        notice=not_followed(files.generation_config),
     )
     return replace(config, max_position_embeddings=_constant_rope(hf_config, config.max_position_embeddings))
 

@@ -1,7 +1,8 @@
-"""Weights from safetensors or GGUF into tensors under Hugging Face's names.
+"""Weights from safetensors or GGUF as tensors under Hugging Face's names.
 
-Invariant: what load() returns is complete and shaped as the ModelConfig says; nothing is allocated or
-mapped before the file's own claims were compared with its size. A GGUF's q and k come back un-permuted.
+Invariant: what load() returns is complete and has the shapes that the ModelConfig says, and no tensor of a layer is
+left out silently. Memory is taken only after the file's claims were compared with its size. The q and k of a GGUF
+are stored in another order of rows; they come back in Hugging Face's order.
 """
 
 from __future__ import annotations
@@ -88,17 +89,17 @@ def _check_memory(name: str, need: int) -> None:
 
 
 class _Meter:
-    """Progress in steps of a hundredth, told in the caller's thread."""
+    """Reports progress in steps of a hundredth, in the caller's thread."""
 
     def __init__(self, total: int, what: str, report: Progress) -> None:
         self.total, self.what, self.report = total, what, report
-        self.done = self.told = 0
+        self.done = self.reported = 0
         report(0, total, what)
 
     def add(self, size: int) -> None:
         self.done += size
-        if self.done == self.total or self.done - self.told >= self.total / 100:
-            self.told = self.done
+        if self.done == self.total or self.done - self.reported >= self.total / 100:
+            self.reported = self.done
             self.report(self.done, self.total, self.what)
 
 
@@ -132,8 +133,13 @@ def expected_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]
         yield "lm_head.weight", (c.vocab_size, c.hidden_size)
 
 
+_UNUSED = ("rotary_emb.inv_freq", "self_attn.bias", "self_attn.masked_bias")
+"""Ends of names in a layer that old files have: computed anew, never read."""
+
+
 def _check_shapes(config: ModelConfig, shapes: dict[str, tuple[int, ...]], name: str) -> list[str]:
-    """Names to load, all present with the right shape."""
+    """Names to load, all present with the right shape. Raises SetupError also for a tensor in a layer that the
+    config does not have, or that no such layer has: leaving it out would change the results."""
     names = []
     for tensor, shape in expected_shapes(config):
         found = shapes.get(tensor)
@@ -146,6 +152,13 @@ def _check_shapes(config: ModelConfig, shapes: dict[str, tuple[int, ...]], name:
                 f"{shorten(name)}: {tensor} is {list(found)!s:.40}, config says {list(shape)}; fetch it again"
             )
         names.append(tensor)
+    known = set(names)
+    for tensor in shapes:
+        if tensor.startswith("model.layers.") and tensor not in known and not tensor.endswith(_UNUSED):
+            raise SetupError(
+                f"{shorten(name)}: tensor {tensor:.60} has no place in the {config.num_layers} layers of this "
+                "config; the files do not belong together, fetch them again"
+            )
     return names
 
 

@@ -320,9 +320,9 @@ def test_known_cuts_load(pre: str, tmp_path: Path, own_cache: Path) -> None:
         ({"tokens": None}, "brings no tokenizer"),
         ({"model": "t5"}, "t5 is not supported"),
         ({"pre": "martian"}, "martian is not known"),
-        ({"token_type": [1]}, "1 token types"),
-        ({"merges": ["a b c"]}, "is not two tokens"),
-        ({"model": "llama", "merges": []}, "neither merges nor a score"),
+        ({"token_type": [1]}, "1 token_type"),
+        ({"merges": ["a b c"]}, "not two tokens"),
+        ({"model": "llama", "merges": []}, "no score for each token, and there are no merges"),
         ({"merges": ["qq zz"]}, "is no valid tokenizer"),
     ],
 )

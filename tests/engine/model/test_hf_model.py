@@ -316,3 +316,28 @@ def test_masks_and_positions_that_a_config_claims_are_in_the_memory_sum(
     monkeypatch.setattr(hf_model, "free_memory", lambda: 8 << 30)
     with pytest.raises(SetupError, match=r"too little memory: weights 16 GiB .* free 8 GiB"):
         hf_model.load(files, CPU, torch.float32, lambda *_: None)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("missing", "tensor transformer.h.1.mlp.c_fc.weight is missing"),
+        ("a layer too many", r"tensor (transformer\.)?h.2.mlp.c_fc.weight has no place in this config"),
+    ],
+)
+def test_tensors_that_do_not_fit_the_config_are_named(change: str, said: str, tmp_path: Path) -> None:
+    """transformers draws a missing one at random and leaves out what it does not expect."""
+    model = transformers.AutoModelForCausalLM.from_config(small_config("gpt2"))
+    model.config.architectures = ["GPT2LMHeadModel"]
+    state = dict(model.state_dict())
+    one = state["transformer.h.1.mlp.c_fc.weight"]
+    if change == "missing":
+        del state["transformer.h.1.mlp.c_fc.weight"]
+    else:
+        state["transformer.h.2.mlp.c_fc.weight"] = one.clone()
+    model.save_pretrained(tmp_path, state_dict=state)
+    files = ModelFiles("safetensors", "m", tmp_path, (tmp_path / "model.safetensors",), None)
+    files = replace(files, config=json.loads((tmp_path / "config.json").read_text()))
+    with pytest.raises(SetupError, match=said) as e:
+        hf_model.load(files, CPU, torch.float32, lambda *_: None)
+    assert len(str(e.value)) <= 200

@@ -74,6 +74,16 @@ def reshape(path: Path, weights: dict[str, torch.Tensor]) -> None:
     save_file(weights, path)
 
 
+def add_layer(path: Path, weights: dict[str, torch.Tensor]) -> None:
+    weights["model.layers.2.mlp.up_proj.weight"] = weights["model.layers.1.mlp.up_proj.weight"].clone()
+    save_file(weights, path)
+
+
+def add_bias(path: Path, weights: dict[str, torch.Tensor]) -> None:
+    weights["model.layers.1.self_attn.q_proj.bias"] = torch.zeros(64)
+    save_file(weights, path)
+
+
 def as_int8(path: Path, weights: dict[str, torch.Tensor]) -> None:
     weights["model.norm.weight"] = weights["model.norm.weight"].to(torch.int8)
     save_file(weights, path)
@@ -87,6 +97,8 @@ def truncate(path: Path, weights: dict[str, torch.Tensor]) -> None:
     ("change", "words"),
     [
         (drop, "model.layers.1.mlp.up_proj.weight is missing"),
+        (add_layer, "model.layers.2.mlp.up_proj.weight has no place in the 2 layers"),
+        (add_bias, "model.layers.1.self_attn.q_proj.bias has no place"),
         (reshape, "k_proj.weight is [64, 32], config says [32, 64]"),
         (as_int8, "model.norm.weight is stored as I8"),
         (truncate, "truncated"),
@@ -99,6 +111,17 @@ def test_damaged_models(change: Change, words: str, tmp_path: Path) -> None:
     with pytest.raises(SetupError, match=re.escape(words)) as error:
         loader.load(hub.resolve(str(tmp_path)))
     assert len(str(error.value)) <= 200
+
+
+def test_what_old_files_keep_in_a_layer_without_need_is_no_fault(tmp_path: Path) -> None:
+    save(tmp_path, "Llama")
+    path = tmp_path / "model.safetensors"
+    weights = {name: tensor.clone() for name, tensor in load_file(path).items()}
+    weights["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(8)
+    save_file(weights, path)
+    assert (
+        "model.layers.0.self_attn.rotary_emb.inv_freq" not in loader.load(hub.resolve(str(tmp_path))).weights
+    )
 
 
 def test_too_little_memory_is_said_before_it_is_taken(
