@@ -1,14 +1,14 @@
 """Paged attention: decode, chunked prefill and both in one batch, over blocks in any order.
 
-One program computes BLOCK_Q query tokens of one sequence for the G query heads that share a KV head, as
-rows of one tile, over a range of keys: all of them, or one split of them, which `combine` merges. Which
-ones is said by a work list that the host builds once a step for all layers (engine.ops.split), so the grid
-does not depend on lengths and may be padded for a graph. Keys past a sequence's end are never read.
+One program computes BLOCK_Q query tokens of one sequence, for the G query heads that share a KV head, as rows of one
+tile. It goes over all keys, or over one split of them; `combine` merges the splits. A work list says which ones. The
+host builds it once a step for all layers (engine.ops.nvidia.split). So the grid does not depend on lengths and can be
+padded for a CUDA graph. Invariant: keys after the end of a sequence are never read.
 
 q [T, HQ, D]; one layer's K and V [block, HK, slot, D] by strides, in q's dtype or e4m3 with scales
 [block, HK, slot]; tables int32 [rows, blocks]; out like q.
-Bytes: 2 x kv_len x HK x D x size a sequence (decode is bound by these); FLOPs: 4 x q_len x kv_len x HQ x D,
-half of it under the causal diagonal.
+Bytes: 2 x kv_len x HK x D x size a sequence (they limit decode). FLOPs: 4 x q_len x kv_len x HQ x D, of which half
+is below the causal diagonal.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LOG2E = 1.4426950408889634
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """rows: query rows of a program (tokens x heads of a group), keys: keys it takes at a time."""
+    """rows: query rows of a program (tokens x heads of a group). keys: keys that it processes at a time."""
 
     rows: int
     keys: int
@@ -42,12 +42,12 @@ def _step(
     BLOCK_N: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr, SCALED: tl.constexpr,
     MASKED: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
-    """Online softmax over keys [j, j + BLOCK_N), of which only [start, end) are read; `seen` [rows]: the
-    last key that a row may see. m, total [rows]: running maximum (base 2) and sum; acc [rows, D]."""
+    """Online softmax over keys [j, j + BLOCK_N), of which only [start, end) are read. `seen` [rows]: the
+    last key that a row may see. m, total [rows]: running maximum (base 2) and sum. acc: [rows, D]."""
     pos = j + tl.arange(0, BLOCK_N)
     there = pos < end
     if WINDOW > 0:
-        there = there & (pos >= start)  # what lies before may have been given back, and hold anything
+        there = there & (pos >= start)  # earlier blocks may have been given back and may hold anything
     in_head = d < D
     if MASKED:
         page = tl.load(table_ptr + pos // PAGE, mask=there, other=0).to(tl.int64)
@@ -83,7 +83,7 @@ def _step(
         p = tl.where(keep, p, 0.0)
     total = total * fade + tl.sum(p, 1)
     if SCALED:
-        # The scale of a value goes into its weight: the tile itself is never multiplied out.
+        # The scale of a value is multiplied into its weight, which is cheaper than scaling the tile.
         p = p * vs[None, :]
         acc = acc * fade[:, None] + dot(cast(p, q.dtype), from_e4m3(v, q.dtype))
     else:
@@ -121,7 +121,7 @@ def paged_attention(
         mask=alive[:, None] & (d < D)[None, :],
         other=0.0,
     )
-    # Keys [begin, end) are what any row sees, cut into equal splits of whole tiles.
+    # Keys [begin, end) are those that any row sees. They are cut into equal splits of whole tiles.
     end = tl.minimum(kv_len, past + first + BLOCK_Q)
     start = 0
     begin = 0
@@ -191,7 +191,7 @@ def attend(
     softcap: float | None = None,
 ) -> None:
     """Runs a work list int32 [W, 5]. parts: (float32 [P, HK, tile.rows, D], float32 [P, HK, tile.rows]) for
-    items with more than one split, None where there is none."""
+    items with more than one split, or None if there is no such item."""
     k, v = kv
     ks, vs = scales or (q, q)
     part, lse = parts or (q, q)
@@ -210,7 +210,7 @@ def attend(
 
 
 def parts_for(count: int, kv_heads: int, tile: Tile, dim: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Room for `count` splits."""
+    """Memory for `count` splits."""
     shape = (count, kv_heads, tile.rows)
     return (
         torch.empty((*shape, dim), dtype=torch.float32, device=device),

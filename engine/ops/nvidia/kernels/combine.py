@@ -1,7 +1,7 @@
-"""Merges the splits of attention: a softmax over the splits' own sums, weighted into one output row.
+"""Merges the splits of attention: one output row is the sum of the splits, weighted by their shares of the softmax.
 
 parts float32 [P, HK, BLOCK_M, D] and lse float32 [P, HK, BLOCK_M] (base 2) of `attention`, out [T, HQ, D].
-Not launched where nothing was split. Bytes: splits x D x 4 a row; FLOPs: 2 x splits x D a row.
+Not launched if nothing was split. Bytes: splits x D x 4 a row. FLOPs: 2 x splits x D a row.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def combine_splits(
 def combine(
     parts: tuple[Tensor, Tensor], starts: Tensor, merges: Tensor, out: Tensor, rows: int, most: int
 ) -> None:
-    """merges int32 [M, 4]; rows: those of the tile; most: the largest number of splits in the list."""
+    """merges int32 [M, 4]. rows: those of the tile. most: the largest number of splits in the list."""
     part, lse = parts
     heads, dim = out.shape[1], out.shape[2]
     kv_heads = part.shape[1]

@@ -1,7 +1,7 @@
 """Copies blocks of all layers, K and V, in one launch (copy-on-write, defragmenting).
 
-cache [layer, 2, block, ...] contiguous; src, dst int64 [P]. All sources are read before any destination
-may be relied on: no id occurs twice in one launch. Bytes: 2 x P x bytes of a block in all layers.
+cache [layer, 2, block, ...] contiguous; src, dst int64 [P]. The programs run in no particular order, so no id may
+occur twice in one launch. Bytes: 2 x P x bytes of a block in all layers.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _BLOCK = 1024
 
 @triton.jit(do_not_specialize_on_alignment=["src_ptr", "dst_ptr"])
 def copy_pairs(cache_ptr, src_ptr, dst_ptr, blocks, words, BLOCK: tl.constexpr):
-    """Grid (P, layers x 2, words of a block / BLOCK). blocks: how many the cache has."""
+    """Grid (P, layers x 2, words of a block / BLOCK). blocks: number of blocks in the cache."""
     plane = tl.program_id(1).to(tl.int64) * blocks
     src = (plane + tl.load(src_ptr + tl.program_id(0))) * words
     dst = (plane + tl.load(dst_ptr + tl.program_id(0))) * words
@@ -25,10 +25,10 @@ def copy_pairs(cache_ptr, src_ptr, dst_ptr, blocks, words, BLOCK: tl.constexpr):
 
 
 def copy_blocks(cache: Tensor, src: Tensor, dst: Tensor) -> None:
-    """cache: values or scales, of any dtype: only bytes move."""
+    """cache: values or scales of any dtype. Only bytes are moved."""
     layers, _, blocks = cache.shape[:3]
     flat = cache.view(layers * 2 * blocks, -1)
-    # Eight bytes at a time where a block is made of them.
+    # Eight bytes at a time, if the size of a block is a multiple of eight.
     for kind in (torch.int64, torch.int32, torch.int16):
         if flat.shape[1] * flat.itemsize % kind.itemsize == 0 and kind.itemsize >= flat.itemsize:
             flat = flat.view(kind)

@@ -1,9 +1,9 @@
-"""The least logit that top-k, top-p and min-p keep, exactly, without a sort.
+"""The smallest logit that top-k, top-p and min-p keep, exactly and without a sort.
 
-Floats order as integers of the right form do, so the k-th largest logit, and the largest one over which
-lies probability p, are found by their 32 bits, two bits a pass over the row: 16 passes for top-k, 16 for
-top-p, none for what a row doesn't ask. Equal logits are kept or dropped together, as in engine.sampler,
-which this agrees with but for the rounding of the sums (float32 here, float64 there).
+Floats can be mapped to integers of the same order. So the k-th largest logit, and the logit at which the sum reaches
+probability p, are searched by their 32 bits, two bits in each pass over the row. That is 16 passes for top-k, 16 for
+top-p, and none for a filter that a row does not use. Equal logits are kept or dropped together, as in
+engine.ops.sampler. The results differ from that only by the rounding of the sums (float32 here, float64 there).
 logits [R, V] -> cut float32 [R], of logits / temperature. Bytes: up to 33 x R x V x size, from L2.
 """
 
@@ -32,8 +32,8 @@ def _float(key):
 
 @triton.jit
 def _largest_with(row_ptr, vocab, temperature, best, floor, need, BLOCK: tl.constexpr, MASS: tl.constexpr):
-    """The largest key so that the tokens from it on, of those from key `floor` on, count at least `need`
-    (MASS: their exp(x - best) sum to that)."""
+    """The largest key such that at least `need` tokens have a key of that size or larger. Only tokens with a key of
+    at least `floor` count. With MASS each token counts as exp(x - best) instead of 1."""
     found = tl.full([], 0, tl.uint32)
     bit = tl.full([], 1 << 30, tl.uint32)
     for _ in range(16):
@@ -106,7 +106,7 @@ def find_cutoff(logits_ptr, params_ptr, cut_ptr, rows, vocab, s_row, BLOCK: tl.c
 
 
 def cutoffs(logits: Tensor, params: Tensor) -> Tensor:
-    """float32 [R], -inf where a row keeps all its tokens. params as engine.ops.kernels.draw has them."""
+    """float32 [R], -inf if a row keeps all its tokens. params: see engine.ops.nvidia.kernels.draw."""
     rows, vocab = logits.shape
     cut = torch.empty(rows, dtype=torch.float32, device=logits.device)
     block = min(_BLOCK, triton.next_power_of_2(vocab))

@@ -1,9 +1,9 @@
-"""Draws tokens without a softmax or a sort: argmax(logits / temperature + Gumbel noise) of what is kept.
+"""Draws tokens without a softmax or a sort: argmax(logits / temperature + Gumbel noise) of the tokens that are kept.
 
-logits [R, V] (any strides between rows); params int32 [ROW_WORDS, R] (floats as their bits); cut float32
-[R] as engine.ops.kernels.cutoff finds it; out int32 [2, R]: the token, and how many logits are not finite.
-The noise is engine.sampler's, from the same Philox words: a draw hangs on seed, position, branch and token
-alone. Of equal scores the lowest token wins. Bytes: R x V x size; FLOPs: about 60 a logit (Philox).
+logits [R, V] (any strides between rows); params int32 [ROW_WORDS, R] (floats as their bits); cut float32 [R], from
+engine.ops.nvidia.kernels.cutoff; out int32 [2, R]: the token, and how many logits are not finite. The noise is that of
+engine.ops.sampler, from the same Philox words: it depends only on seed, position, branch and token. Of equal scores
+the lowest token wins. Bytes: R x V x size. FLOPs: about 60 a logit (Philox).
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ _BLOCK = 2048
 def gumbel(word):
     """Standard Gumbel noise from 32 random bits: -log(E), E = -log(1 - u), u = (word + 1/2) / 2^32.
 
-    The winners have a tiny u, which 1 - u would swallow: there E is its series.
+    A token that wins has a tiny u, which 1 - u would lose. There E is computed by its series.
     """
     u = (word.to(tl.float32) + 0.5) * 2.3283064365386963e-10
     tail = 1 / 4 + u * (1 / 5 + u * (1 / 6 + u * (1 / 7)))
     series = u * (1.0 + u * (1 / 2 + u * (1 / 3 + u * tail)))
-    # Without the bound a lane that takes the series would compute log(1) or, where u is 1, log(0) twice.
+    # The bound avoids log(0) where u is 1, also in lanes that use the series.
     direct = -tl.log(tl.maximum(1.0 - u, 1e-37))
     return -tl.log(tl.where(u < 0.0625, series, direct))
 
@@ -83,7 +83,7 @@ def draw_final(best_ptr, token_ptr, bad_ptr, out_ptr, rows, pieces, BLOCK: tl.co
 
 
 def draw(logits: Tensor, params: Tensor, cut: Tensor) -> Tensor:
-    """int32 [2, R]: tokens, and how many of a row's logits are not finite. Greedy where temperature is 0."""
+    """int32 [2, R]: the tokens, and how many logits of a row are not finite. Greedy if the temperature is 0."""
     rows, vocab = logits.shape
     pieces = triton.cdiv(vocab, _BLOCK)
     best = torch.empty((rows, pieces), dtype=torch.float32, device=logits.device)

@@ -1,7 +1,7 @@
-"""RMSNorm with the residual added first: one pass where torch makes seven.
+"""RMSNorm after adding to the residual, in one pass. torch needs seven.
 
 delta, residual [T, N] -> residual += delta in place, y = residual / rms(residual) x weight.
-Bytes: 4 x T x N x size (3 without a delta, less the write); FLOPs: 5 x T x N.
+Bytes: 4 x T x N x size, or 2 x without a delta. FLOPs: 5 x T x N.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def rms_norm(
     delta_ptr, residual_ptr, weight_ptr, y_ptr, eps, s_delta, s_residual, s_y,
     N: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
-    """Grid (T): a row a program."""
+    """Grid (T): one row a program."""
     t = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
     inside = i < N
@@ -28,7 +28,7 @@ def rms_norm(
         x += tl.load(delta_ptr + t * s_delta + i, mask=inside, other=0.0).to(tl.float32)
         sum_ = cast(x, residual_ptr.dtype.element_ty)
         tl.store(residual_ptr + t * s_residual + i, sum_, mask=inside)
-        x = sum_.to(tl.float32)  # the norm is that of what later layers see
+        x = sum_.to(tl.float32)  # the norm is that of the rounded sum, which later layers read
     inverse = 1.0 / tl.sqrt_rn(tl.sum(x * x, 0) / N + eps)
     weight = tl.load(weight_ptr + i, mask=inside, other=0.0).to(tl.float32)
     tl.store(y_ptr + t * s_y + i, cast(x * inverse * weight, y_ptr.dtype.element_ty), mask=inside)

@@ -1,9 +1,9 @@
-"""QK-norm, RoPE and the write of K and V into their blocks, one launch instead of some fourteen.
+"""QK-norm, RoPE and the write of K and V into their blocks, in one launch instead of about fourteen.
 
-qkv [T, (HQ + 2 HK) x D] -> q [T, HQ, D], and K, V of each token in its slot of one layer's cache
-[block, HK, slot, D] by strides: in the cache's dtype, or as e4m3 bits with a float32 scale per (token,
-head), bit for bit what engine.ops.fp8 stores. A slot under 0 is not written (padding of a graph).
-Bytes: 2 x (HQ + 2 HK) x D x size a token; FLOPs: about 10 a value.
+qkv [T, (HQ + 2 HK) x D] -> q [T, HQ, D]. K and V of each token go to its slot in one layer's cache
+[block, HK, slot, D], by strides. They are stored in the cache's dtype, or as e4m3 bits with a float32 scale per (token,
+head), bit for bit what engine.ops.fp8 stores. A negative slot is not written (padding of a graph).
+Bytes: 2 x (HQ + 2 HK) x D x size a token. FLOPs: about 10 a value.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def prepare_qkv(
     HQ: tl.constexpr, HK: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, BLOCK_H: tl.constexpr,
     PAGE: tl.constexpr, NORM: tl.constexpr, FP8: tl.constexpr,
 ):  # fmt: skip
-    """Grid (T, (HQ + 2 HK) / HEADS): HEADS heads of one kind, each as two halves that rotate together."""
+    """Grid (T, (HQ + 2 HK) / HEADS): HEADS heads of one kind, each as two halves that are rotated together."""
     t = tl.program_id(0)
     h0 = tl.program_id(1) * HEADS
     half: tl.constexpr = D // 2
@@ -72,14 +72,14 @@ def prepare_qkv(
             within = slot % PAGE
             to = cache + block * s_block + hk[:, None] * s_head + within * s_slot + i[None, :]
             if FP8:
-                # What is stored is what `kind` holds, as if it had been written and read again.
+                # Rounded to `kind` first, as if the value had been written and read again.
                 x = cast(x, kind).to(tl.float32)
                 y = cast(y, kind).to(tl.float32)
                 most = tl.maximum(tl.max(tl.abs(x), 1), tl.max(tl.abs(y), 1))
                 scale = tl.maximum(
                     tl.div_rn(most, tl.full([HEADS], 448.0, tl.float32)), 1.1754943508222875e-38
                 )
-                # A maximum passes NaN over: one value that is not finite must make the scale so.
+                # A maximum ignores NaN. This sum makes the scale NaN if one value is not finite.
                 scale = scale + (tl.sum(x * 0.0, 1) + tl.sum(y * 0.0, 1))
                 wide = tl.broadcast_to(scale[:, None], [HEADS, BLOCK_H])
                 tl.store(scales + block * ss_block + hk * ss_head + within, scale)
@@ -109,7 +109,7 @@ def prepare(
     tokens, heads, dim = q.shape
     kv_heads = k.shape[1]
     together = math.gcd(heads, kv_heads)
-    # Few tokens: a program a head, so that all of the GPU takes part. Many: fewer, longer programs.
+    # Few tokens: one program a head, so that the whole GPU works. Many: fewer, longer programs.
     size = min(8, together & -together) if tokens >= 64 else 1
     prepare_qkv[tokens, (heads + 2 * kv_heads) // size](
         qkv, q, k, v, ks, vs, slots, positions, cos, sin, qw, kw, eps,

@@ -1,10 +1,9 @@
-"""Linears whose weights stay in 8 or 4 bits: multiplied as they are read, or written out for a GEMM.
+"""Linears whose weights stay in 8 or 4 bits. They are multiplied as they are read, or expanded for a GEMM.
 
-x [M, K] @ W.T [N, K] -> [M, N]; formats as engine.ops.weights defines them. A few rows are bound by the
-bytes of the weights: N x K for INT8 and FP8, N x K x 0.625 for INT4 (a float16 scale and minimum for 32
-values), so the tile is multiplied out in registers and never stored. Many rows are bound by FLOPs,
-2 x M x N x K: there `values` writes W in the compute dtype once, and cuBLAS takes it; or, for FP8,
-`rows_to_e4m3` brings x into the same format, and torch's scaled matmul takes both.
+x [M, K] @ W.T [N, K] -> [M, N], in the formats of engine.ops.weights. With few rows the bytes of the weights are the
+limit: N x K for INT8 and FP8, N x K x 0.625 for INT4 (a float16 scale and minimum for 32 values). So a tile is
+expanded in registers and never stored. With many rows the FLOPs are the limit, 2 x M x N x K. Then `values` expands W
+to the compute dtype once, for cuBLAS. For FP8, `rows_to_e4m3` converts x instead, for torch's scaled matmul.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from engine.ops.nvidia.kernels.common import cast, dot, from_e4m3, to_e4m3
 from engine.ops.weights import Fp8, Int4, Quantised
 
 MOST_ROWS = 64
-"""Over which writing W out pays."""
+"""With more rows it is faster to expand W first."""
 
 
 @triton.jit
@@ -35,15 +34,15 @@ def _int4(
     BYTES: tl.constexpr,
     SPAN: tl.constexpr,
 ):
-    """Values i and i + 16 of each group, float32 [SPAN, n] twice, of the bytes `byte` [SPAN]; `group`
-    [SPAN / 16] are their groups."""
+    """Two float32 [SPAN, n]: the values i and i + 16 of each group, from the bytes `byte` [SPAN]. `group` [SPAN / 16]
+    are the groups of these bytes."""
     there = (byte < BYTES)[:, None] & alive[None, :]
     codes = tl.load(codes_ptr + n[None, :] * s_codes + byte[:, None], mask=there, other=0)
     some = (group < BYTES // 16)[:, None] & alive[None, :]
     at = n[None, :] * s_scale + group[:, None]
     scale = tl.load(scale_ptr + at, mask=some, other=0.0).to(tl.float32)
     least = tl.load(min_ptr + at, mask=some, other=0.0).to(tl.float32)
-    # One scale serves 16 bytes: spread in registers, loaded once.
+    # One scale is used for 16 bytes: it is loaded once and repeated in registers.
     scale = tl.reshape(tl.broadcast_to(scale[:, None, :], [SPAN // 16, 16, n.shape[0]]), [SPAN, n.shape[0]])
     least = tl.reshape(tl.broadcast_to(least[:, None, :], [SPAN // 16, 16, n.shape[0]]), [SPAN, n.shape[0]])
     return (codes & 15).to(tl.float32) * scale + least, (codes >> 4).to(tl.float32) * scale + least
@@ -55,7 +54,7 @@ def multiply(
     K: tl.constexpr, BYTES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, FOUR: tl.constexpr, FP8: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
-    """Grid (N / BLOCK_N, M / BLOCK_M). BYTES: of a row of codes."""
+    """Grid (N / BLOCK_N, M / BLOCK_M). BYTES: length of a row of codes."""
     n = (tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     alive = n < columns
@@ -79,7 +78,7 @@ def multiply(
             at = k + tl.arange(0, BLOCK_K)
             there = (at < K)[:, None] & alive[None, :]
             a = tl.load(x_row + at[None, :], mask=(m < rows)[:, None] & (at < K)[None, :], other=0.0)
-            # Exact in both: no code has more than 8 bits.
+            # Exact in both formats: no code has more than 8 bits.
             if FP8:
                 codes = tl.load(codes_ptr + n[None, :] * s_codes + at[:, None], mask=there, other=0.0)
                 acc += dot(a, from_e4m3(codes, a.dtype))
@@ -127,13 +126,13 @@ def write_values(
 
 @triton.jit
 def quantise_rows(x_ptr, bits_ptr, scale_ptr, s_x, N: tl.constexpr, BLOCK: tl.constexpr):
-    """Grid (M): a row a program, bit for bit what engine.ops.fp8.quantise gives."""
+    """Grid (M): one row a program, bit for bit what engine.ops.fp8.quantise gives."""
     m = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
     x = tl.load(x_ptr + m * s_x + i, mask=i < N, other=0.0).to(tl.float32)
     most = tl.max(tl.abs(x), 0)
     scale = tl.maximum(tl.div_rn(most, tl.full([], 448.0, tl.float32)), 1.1754943508222875e-38)
-    # A maximum passes NaN over: one value that is not finite must make the scale so.
+    # A maximum ignores NaN. This sum makes the scale NaN if one value is not finite.
     scale = scale + tl.sum(x * 0.0, 0)
     tl.store(scale_ptr + m, scale)
     wide = tl.broadcast_to(scale, [BLOCK])
@@ -157,7 +156,7 @@ def linear(x: Tensor, w: Quantised, bias: Tensor | None, dtype: torch.dtype) -> 
 
 
 def values(w: Quantised, dtype: torch.dtype) -> Tensor:
-    """W [N, K] in dtype, as Quantised.values gives it."""
+    """W [N, K] in dtype, the same as Quantised.values."""
     columns, inputs = w.shape
     out = torch.empty((columns, inputs), dtype=dtype, device=w.codes.device)
     write_values[triton.cdiv(columns, 32), triton.cdiv(inputs, 128)](
@@ -169,8 +168,8 @@ def values(w: Quantised, dtype: torch.dtype) -> Tensor:
 
 
 def rows_to_e4m3(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x [M, K] -> (float8_e4m3fn [M, K], float32 scale [M]): a token's bits depend on that token alone.
-    Bytes: 3 x M x K of a bfloat16 x."""
+    """x [M, K] -> (float8_e4m3fn [M, K], float32 scale [M]). The bits of a token depend only on that token.
+    Bytes: 3 x M x K for a bfloat16 x."""
     rows, n = x.shape
     bits = torch.empty((rows, n), dtype=torch.uint8, device=x.device)
     scale = torch.empty(rows, dtype=torch.float32, device=x.device)
