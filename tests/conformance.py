@@ -1,7 +1,7 @@
-"""`make conformance`: every numbered behaviour with the tests that hold it and how they fared.
+"""`make conformance`: every numbered behaviour with the tests that check it, and their results.
 
-Owns the joining of tests/conformance.toml with the markers that pytest collects. Exit 1 if a claimed
-behaviour fails, if a number has neither a test nor a reason, or if a test claims a number that is none.
+Joins tests/conformance.toml with the markers that pytest collects. Exits with 1 if a test of a behaviour fails, if a
+number has neither a test nor a reason, or if a test is marked with a number that does not exist.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ class Held:
 
     @property
     def result(self) -> str:
-        """failed if any case failed, passed if all that ran passed, skipped if none ran."""
+        """failed if any case failed, passed if every case that ran passed, skipped if none ran."""
         return "failed" if self.failed else "passed" if self.passed else "skipped"
 
 
 @dataclass(slots=True, eq=False)
 class Watch:
-    """A pytest plugin: which test claims which numbers, and the outcome of every case."""
+    """A pytest plugin that collects which test has which numbers, and the result of every case."""
 
     claims: dict[int, dict[str, None]] = field(default_factory=lambda: defaultdict(dict))
     tests: dict[str, Held] = field(default_factory=dict)
     _function: dict[str, str] = field(default_factory=dict)
 
     def pytest_collection_modifyitems(self, items: Sequence[pytest.Item]) -> None:
-        """Numbers of every collected case, by test function."""
+        """Collects the numbers of every case, by test function."""
         for item in items:
             numbers = [n for mark in item.iter_markers("conformance") for n in mark.args]
             if numbers:
@@ -68,7 +68,7 @@ class Watch:
 
 
 def report(watch: Watch, behaviours: dict[int, str], why: dict[int, str]) -> tuple[list[str], bool]:
-    """The table's lines, and whether all is well."""
+    """The lines of the table, and whether everything passed."""
     lines, counts = [], {"passed": 0, "failed": 0, "skipped": 0, "reason": 0, "nothing": 0}
     for n in range(1, LAST + 1):
         tests = [watch.tests[name] for name in watch.claims.get(n, ())]

@@ -1,12 +1,11 @@
-"""Pool, paging, scheduler and commit against vLLM's own core, the work alike to the token.
+"""Speed of pool, paging, scheduler and commit, compared with vLLM's core on exactly the same work.
 
     .venv/bin/python -m tests.benchmarks.bench_core [--json FILE]
 
-Each figure is the least CPU time (process_time) of several runs with the garbage collector off. Theirs were
-taken the same way: vLLM 0.32.0's BlockPool, KVCacheManager and Scheduler under Python 3.11 on two shared x86
-cores, without a model. Ours always tells every move as an event. vLLM tells only stores and evictions, so
-there its figure with events is the one compared; allocating, touching and freeing it does without telling.
-ratio = theirs / ours: over 1 is faster than they are.
+Each figure is the least CPU time (process_time) of several runs with the garbage collector off. vLLM's figures were
+measured the same way: BlockPool, KVCacheManager and Scheduler of vLLM 0.32.0 under Python 3.11 on two shared x86
+cores, without a model. kvtop always emits an event for every move. vLLM emits events only for stores and evictions,
+so those are compared with vLLM's events on. ratio = theirs / ours: above 1 kvtop is faster.
 """
 
 from __future__ import annotations
@@ -57,11 +56,11 @@ THEIRS: dict[str, float] = {
     "commit, 32 decoding": 93e-6,
     "commit, 256 decoding": 828e-6,
 }
-"""Seconds. Hashing is theirs with xxhash, the faster of the two that they offer."""
+"""Seconds. vLLM hashes with xxhash here, the faster of its two hash functions."""
 
 
 def least(work: Callable[..., object], setup: Callable[[], tuple[Any, ...]] = tuple, runs: int = 7) -> float:
-    """Seconds of CPU of the best of `runs`; each gets a fresh `setup()`."""
+    """CPU seconds of the fastest of `runs`. Each run gets a fresh `setup()`."""
     best = float("inf")
     for _ in range(runs):
         args = setup()
@@ -82,7 +81,7 @@ def sequence(tokens: list[int]) -> Sequence:
 
 
 def start(paging: Paging, seq: Sequence) -> Sequence:
-    """Admitted with what is cached, scheduled whole, computed."""
+    """A sequence that was admitted with its cached blocks, scheduled as a whole, and computed."""
     paging.begin_step()
     paging.admit(seq, paging.lookup(seq))
     assert paging.grow(seq, len(seq))
@@ -92,13 +91,13 @@ def start(paging: Paging, seq: Sequence) -> Sequence:
 
 
 def pool_figures() -> dict[str, float]:
-    """Bare blocks, nothing hashed."""
+    """Works on blocks alone, without hashes."""
 
     def singly(pool: BlockPool) -> None:
         for _ in range(BLOCKS // 100):
             for _ in range(100):
                 pool.release(0, pool.allocate(0, 1))
-            pool.events.clear()  # as each step's batch is cut
+            pool.events.clear()  # as it is when the batch of a step is taken
 
     def by_128(pool: BlockPool) -> None:
         held = [pool.allocate(0, 128) for _ in range(BLOCKS // 128)]
@@ -119,14 +118,14 @@ def pool_figures() -> dict[str, float]:
 
 
 def paging_figures() -> dict[str, float]:
-    """One prompt of 100,000 tokens: hashed, looked up, stored, hit, freed, evicted."""
+    """Works on one prompt of 100,000 tokens: hash, look up, store, hit, free, evict."""
 
     def hashed() -> None:
         extend_chain([], array("i", TOKENS), BLOCK, root_hash(1))
 
     def empty(blocks: int = BLOCKS) -> tuple[Paging, Sequence]:
         paging, seq = Paging(BlockPool(blocks + 1, BLOCK), 1), sequence(TOKENS)
-        paging.queried(seq)  # they hash when the request is made: not part of what follows
+        paging.queried(seq)  # vLLM hashes when the request is created, so this is not part of the measurement
         return paging, seq
 
     def stored(paging: Paging, seq: Sequence) -> None:
@@ -186,7 +185,7 @@ def paging_figures() -> dict[str, float]:
 
 
 def step_figures(count: int, steps: int = 200, runs: int = 5) -> tuple[float, float]:
-    """(schedule, commit) seconds of a step in which `count` sequences of 200 tokens decode."""
+    """Seconds of (schedule, commit) of a step in which `count` sequences of 200 tokens decode."""
 
     def output(plan: Plan) -> StepOutput:
         return StepOutput([[7] if row.sample else [] for row in plan.rows])

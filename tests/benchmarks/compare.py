@@ -1,8 +1,8 @@
-"""`make bench`: this engine and its peers on the same works, as a table and as results/<cpu>.json.
+"""`make bench`: this engine and other engines with the same work, as a table and as results/<cpu>.json.
 
-Rows: work, peer, ours, theirs, unit, ratio (larger is better for us), target, of_limit (part of the read
-bandwidth of all threads). Targets are what vLLM reached on the CPU that they were set on: eager, bfloat16,
-two threads of an EPYC 9005; on another machine they are only an orientation.
+Columns: work, peer, ours, theirs, unit, ratio (larger is better for us), target, of_limit (part of the read
+bandwidth of all threads). The targets are what vLLM reached on one CPU: eager, bfloat16, two threads of an EPYC
+9005. On another machine they are only a rough guide.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def main() -> None:
 def measure(
     config: EngineConfig, bandwidth: float
 ) -> tuple[dict[str, float], dict[str, float], tuple[float, float]]:
-    """Our rates, their parts of the bandwidth, and the first token cold and cached in milliseconds."""
+    """Our rates, the part of the bandwidth that each uses, and the first token cold and cached in milliseconds."""
     bench = Bench(config)
     try:
         rates, limits = {}, {}
@@ -81,7 +81,7 @@ def row(
 
 
 def show(rows: list[dict[str, Any]]) -> None:
-    """The rows as a table."""
+    """Prints the rows as a table."""
     print(
         f"{'work':<20}{'peer':<18}{'ours':>10}{'theirs':>10}  {'unit':<7}{'ratio':>6}{'target':>9}{'of limit':>10}"
     )

@@ -1,8 +1,8 @@
-"""The simulated engine's cost model against published figures: `python tests/benchmarks/cost_model.py`.
+"""The cost model of the simulated engine compared with published figures: `python tests/benchmarks/cost_model.py`.
 
-Owns the figures, where they were published, and how each is predicted: a step for a token's latency or a first
-token, a steady state for a throughput. None of the constants is fitted to a line marked `held out`. A line that
-is off for a reason of its own stays in the table, with the reason, and out of the bounds.
+Owns the figures, where they were published, and how each is predicted: one step for the latency of a token or of a
+first token, a steady state for a throughput. No constant of the model is fitted to a line marked `held out`. A line
+that cannot be compared fairly stays in the table with the reason, but does not count.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from engine.sim.hardware import Machine, find
 from engine.sizing.kv_shape import KvShape
 
 BOUND, MEAN_BOUND = 0.25, 0.12
-"""What the test holds: the error of any line, and the mean of all errors, without their signs."""
+"""The most that the test allows: the error of one line, and the mean of all absolute errors."""
 
 _LLAMA_2 = {
     "model_type": "llama",
@@ -55,7 +55,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
 }
-"""Models that these figures are about and models.toml does not list."""
+"""Models of these figures that are not in models.toml."""
 
 TRT_LLM_05 = "TensorRT-LLM docs/source/performance.md, first token, v0.5"
 TRT_LLM_10 = "TensorRT-LLM docs/source/performance/perf-overview.md, v1.0"
@@ -95,7 +95,7 @@ class Figure:
         return f"{self.model} {self.weights} on {self.machine}: {told[self.kind]}"
 
     def predicted(self) -> float:
-        """In the published unit."""
+        """The prediction in the published unit."""
         cost, machine = _cost(self)
         if self.kind == "token":
             return 1e3 * cost.step([(self.before, 1)] * self.batch, self.batch).total
@@ -104,7 +104,7 @@ class Figure:
         return _saturated(cost, machine, self)
 
     def error(self) -> float:
-        """(predicted - published) / published, of the time: a rate that is too low is a time too long."""
+        """(predicted - published) / published, for the time: a rate that is too low is a time that is too long."""
         a, b = self.predicted(), self.published
         return b / a - 1 if self.kind == "rate" else a / b - 1
 
@@ -181,7 +181,7 @@ FIGURES = (
         "cloudai.pt, CUDA graphs",
         1,
         100,
-        why_off="0.88 of the memory bandwidth with all overhead in it: nobody else reaches that",
+        why_off="0.88 of the memory bandwidth including all overhead: no other figure reaches that",
     ),
     Figure("first", "llama-2-7b", "a100", "bf16", 133, TRT_LLM_05, before=2048, fitted=True),
     Figure("first", "llama-2-70b", "4xa100", "bf16", 377, TRT_LLM_05, before=2048),
@@ -196,7 +196,7 @@ FIGURES = (
         16,
         TRT_LLM_05,
         before=128,
-        why_off="that version launches kernel by kernel: reading the weights takes 8 ms",
+        why_off="that version launches each kernel separately: reading the weights takes only 8 ms",
     ),
     Figure(
         "first",
@@ -207,7 +207,7 @@ FIGURES = (
         TRT_LLM_05,
         before=128,
         kv_bytes=1,
-        why_off="that version launches kernel by kernel: reading the weights takes 2.4 ms",
+        why_off="that version launches each kernel separately: reading the weights takes only 2.4 ms",
     ),
     *_trt_10(
         "llama-3.1-8b",

@@ -1,4 +1,4 @@
-"""The same works by others, in the same process and with the same threads."""
+"""The same work done by other engines, in the same process and with the same number of threads."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def transformers(files: ModelFiles, threads: int) -> Rates:
     from tests.engine.tiny import hf_model
 
     class Clock(StoppingCriteria):
-        """Stops nothing; notes when each step ended."""
+        """Never stops; records when each step ended."""
 
         def __init__(self) -> None:
             self.times: list[float] = []
@@ -67,7 +67,7 @@ def transformers(files: ModelFiles, threads: int) -> Rates:
 
 
 def llama_cpp(files: ModelFiles, threads: int) -> Rates | None:
-    """llama.cpp on the file's own quantisation; None where llama-cpp-python is absent or the file no GGUF.
+    """llama.cpp with the file's own quantisation. None if llama-cpp-python is not installed or the file is no GGUF.
     Its Python binding decodes one sequence at a time."""
     try:
         import llama_cpp as binding

@@ -1,5 +1,5 @@
-"""Attention alone: decode in GB/s beside the copy of this card, prefill in TFLOP/s; torch's SDPA and the back
-ends that are installed beside both."""
+"""Attention alone: decode in GB/s compared with a copy on this card, prefill in TFLOP/s, and the same with torch's SDPA
+and with the attention libraries that are installed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _sdpa = torch.nn.functional.scaled_dot_product_attention
 
 
 OF_COPY = 0.8
-"""Asked of decode attention where the KV is over LARGE bytes, which no cache holds."""
+"""Target for decode attention if the KV is larger than LARGE bytes, so that no cache holds it."""
 LARGE = 64e6
 
 
@@ -79,7 +79,7 @@ def _decode(m: Machine) -> Table:
 
 
 def _dense(kv: Tensor, batch: int, context: int) -> tuple[Tensor, Tensor]:
-    """Keys and values [batch, kv_head, context, dim], contiguous: what a paged kernel is not given."""
+    """Contiguous keys and values [batch, kv_head, context, dim]. A paged kernel never gets them like this."""
     c = QWEN3_8B
     shape = (2, batch, c.num_kv_heads, context, c.head_dim)
     k, v = kv.flatten()[: torch.Size(shape).numel()].view(shape)

@@ -1,10 +1,9 @@
-"""`make gpu-check`: is it right on this card, and how fast? One command, one table, under ten minutes.
+"""`make gpu-check`: are the results right on this card, and how fast is it? One command, under ten minutes.
 
-Needs torch, triton, transformers, numpy, safetensors, xxhash and msgspec, no network and no model files.
-Owns the measurements: times are medians of CUDA events with a cold L2, bandwidth is set against a copy that
-is measured in the same run; what is asked of an H200 stands beside, met or not. `--dry-run` goes through every
-line on a CPU with tiny shapes under Triton's interpreter and stand-ins for what is not installed: it proves that
-this program runs, and its times mean nothing.
+Needs torch, triton, transformers, numpy, safetensors, xxhash and msgspec, but no network and no model files. Times are
+medians of CUDA events with a cold L2. Bandwidth is compared with a copy that is measured in the same run. On an H200
+each target is shown as met or not met. `--dry-run` runs every line on a CPU, with tiny shapes, Triton's interpreter and
+stand-ins for what is not installed. It proves that this program runs; its times mean nothing.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def main(words: list[str] | None = None) -> int:
-    """0: all is right; 1: something is wrong on this card; 2: there is no card."""
+    """Returns 0 if everything is right, 1 if something is wrong on this card, 2 if there is no card."""
     parser = argparse.ArgumentParser(prog="make gpu-check", description=(__doc__ or "").split("\n")[0])
     parser.add_argument(
         "--dry-run", action="store_true", help="on a CPU, tiny, interpreted: times mean nothing"
@@ -40,7 +39,7 @@ def main(words: list[str] | None = None) -> int:
         print("gpu-check: no CUDA GPU here; it needs one and a torch built with CUDA", file=sys.stderr)
         return 2
 
-    # Only now: importing the kernels without a GPU or the interpreter would be for nothing.
+    # Imported only now: without a GPU and without the interpreter the kernels are of no use.
     if args.dry_run:
         from tests.gpu.stand_ins import install
 

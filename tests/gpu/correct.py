@@ -1,4 +1,4 @@
-"""Every kernel on the card against the reference ops in float64, and the whole engine against itself."""
+"""Compares every kernel on the card with the reference ops in float64, and the whole engine with itself."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ DRY = [(1, 1), (1, 17), (3, 40)]
 
 
 def run(m: Machine) -> list[Table]:
-    """One row a kernel and shape: its relative error, that of torch in the same dtype, and the verdict."""
+    """One row for each kernel and shape: its relative error, that of torch in the same dtype, and the verdict."""
     table = Table("Correctness", ("what", "error", "torch's", "verdict"))
     shapes = [(32, 8, 128), (9, 3, 64), (8, 1, 96), (16, 8, 256)] if m.real else [(4, 2, 32)]
     for dtype in (torch.float32, torch.bfloat16):
@@ -70,7 +70,7 @@ def _attention(m: Machine, table: Table, p: Problem, dtype: torch.dtype) -> None
             plain = attend(q, cache, p.batch, torch.float32, scale, window, softcap)
             ours = ops.attend(q, cache, ops.plan(p.batch, p.rope(), window), scale, window, softcap)
             what = "attention" + ", FP8 KV" * fp8 + (", window, soft-cap" if window else "")
-            # In bf16 the weights of the values are rounded, as in every tensor-core kernel.
+            # In bf16 the softmax weights are rounded, as in every kernel for tensor cores.
             _say(table, f"{what}: {name}", ours, plain, exact, 1e-6 if dtype == torch.float32 else 4e-3)
     qkv = torch.randn(p.tokens, (c.num_heads + 2 * c.num_kv_heads) * c.head_dim, device=m.device).to(dtype)
     w, rope = p.weights(), p.rope()
@@ -113,7 +113,7 @@ def _small(m: Machine, table: Table, dtype: torch.dtype) -> None:
 
 
 def _linears(m: Machine, table: Table) -> None:
-    """Against the product of the values that the codes mean, and for FP8 of many rows those of the input's too."""
+    """Compares with the product of the decoded values; for FP8 with many rows the input is decoded from FP8 too."""
     inputs, outputs = (4096, 6144) if m.real else (64, 48)
     for form in ("int8", "int4", "fp8"):
         if form == "fp8" and m.capability < (8, 9):
@@ -136,7 +136,7 @@ def _linears(m: Machine, table: Table) -> None:
 
 
 def _backends(m: Machine, table: Table) -> None:
-    """flash-attn and flashinfer, where they are installed: a ragged step, and decodes by a captured graph."""
+    """flash-attn and flashinfer, if installed: a step of mixed lengths, and decodes in a captured graph."""
     c, dtype = QWEN3_8B, torch.bfloat16
     scale = c.head_dim**-0.5
     for name, ops, block_size in peers.backends(m, c):
@@ -167,7 +167,7 @@ def _backends(m: Machine, table: Table) -> None:
 
 
 def _sampling(m: Machine, table: Table) -> None:
-    """Counted, not compared token for token: two sums that round apart may part at one draw in a million."""
+    """Counts different tokens. Sums that are rounded differently may give another token in one draw of a million."""
     n, vocab = (256, 151_936) if m.real else (4, 999)
     params = np.zeros(n, PARAMS)
     params["temperature"] = np.resize([0, 0.7, 1.3, 1], n)
@@ -186,7 +186,7 @@ def _sampling(m: Machine, table: Table) -> None:
 
 
 def _engine(m: Machine, table: Table) -> None:
-    """Tokens of a tiny model in float32: the reference ops', the kernels', and by graphs (on a card)."""
+    """Tokens of a tiny model in float32: with the reference ops, with the kernels, and (on a card) with graphs."""
     weights = random_weights(QWEN3)
     prompts = [
         [(31 * i + 7 * j) % 199 for j in range(n)] for i, n in enumerate((1, 17, 60) if m.real else (1, 5))

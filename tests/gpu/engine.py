@@ -1,6 +1,6 @@
-"""The engine itself: scheduler, paging, graphs, sampling and the host beside them, in turn and asynchronously.
+"""The whole engine with scheduler, paging, graphs and sampling: steps one after another, and asynchronous steps.
 
-Qwen3-8B's shape with random weights in bfloat16: what a user sees, against the bare forward of `model`.
+Qwen3-8B's shape with random weights in bfloat16. This is the speed that a user sees; `model` measures the forward only.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from tests.gpu.problems import QWEN3_8B
 
 
 def run(m: Machine) -> list[Table]:
-    """Decode tokens a second between the first step in which all decode and the last; busy: the GPU's time of
-    those steps over the wall's; alike: sequences that say the same both ways. One alone must: it runs the same
-    kernels. In company near-ties of random weights may fall either way where steps are composed differently."""
+    """Decode tokens a second, from the first step in which all sequences decode to the last. busy: GPU time of those
+    steps / wall time. alike: sequences with the same tokens in both ways. A single sequence must be alike, because it
+    runs the same kernels. With several, batches differ, and random weights give near-ties that may go either way."""
     c, dtype = QWEN3_8B if m.real else TINY, torch.bfloat16
     context, tokens = (2048, 128) if m.real else (20, 4)
     columns = ("at once", "tok/s in turn", "busy", "tok/s asynchronous", "busy", "gain", "alike")
@@ -71,8 +71,7 @@ def run(m: Machine) -> list[Table]:
 
 
 def _never_waits(launch: Callable[[Plan], Any]) -> Callable[[Plan], Any]:
-    """`launch`, in which a decode step that waits for the GPU raises; not the first ones, which compile and
-    capture."""
+    """`launch` that raises if a decode step waits for the GPU. The first steps may wait: they compile and capture."""
     decodes = 0
 
     def watched(plan: Plan) -> Any:
@@ -91,8 +90,8 @@ def _never_waits(launch: Callable[[Plan], Any]) -> Callable[[Plan], Any]:
 def _decode(
     runner: TorchRunner, batch: int, context: int, tokens: int, vocab: int
 ) -> tuple[float, float, list[list[int]]]:
-    """(tokens a second, part of the time in which the GPU computed, what each sequence said). Raises RuntimeError if
-    a step fails; launched ahead of another, one that waits for the GPU does."""
+    """(tokens a second, part of the time in which the GPU computed, the tokens of each sequence). Raises RuntimeError
+    if a step fails. With steps launched ahead, a step that waits for the GPU fails."""
     if runner.ahead and runner.device == "cuda":
         runner.launch = _never_waits(runner.launch)  # type: ignore[method-assign]
     steps: list[tuple[float, int, float]] = []
@@ -117,7 +116,7 @@ def _decode(
     for request in requests:
         if request.error:
             raise RuntimeError(request.error)
-    # All decode from the first step on that gives every sequence a token; graphs are captured in it at the latest.
+    # From the first step that gives every sequence a token, all decode. By then the graphs are captured.
     first = next(i for i, (_, sampled, _) in enumerate(steps) if sampled == batch) + 1
     last = max(i for i, (_, sampled, _) in enumerate(steps) if sampled == batch)
     span = steps[last][0] - steps[first][0]

@@ -1,4 +1,4 @@
-"""Linears by format and number of rows: where multiplying as one reads ends and a GEMM begins to pay."""
+"""Linears by format and number of rows: from how many rows on is it faster to expand the weights for a GEMM?"""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _linear = torch.nn.functional.linear
 
 
 def run(m: Machine) -> list[Table]:
-    """Qwen3-8B's gate and up, 4096 -> 24,576. Written out: to bfloat16, then cuBLAS; scaled: x in e4m3 too."""
+    """Qwen3-8B's gate and up, 4096 -> 24,576. Written out: expanded to bfloat16, then cuBLAS. Scaled: x in e4m3 too."""
     columns = ("rows", "bf16 us", "INT8 us", "INT4 us", "FP8 us", "FP8 written out us", "FP8 scaled us")
     table = Table("Linears, 4096 to 24,576", columns)
     inputs, outputs = (4096, 24_576) if m.real else (64, 48)

@@ -1,5 +1,5 @@
-"""The machine that is measured: its name, its clock, its copy bandwidth, what is asked of it; and the tables
-that are printed."""
+"""The machine that is measured: its name, its clock, its copy bandwidth and its targets. Also the tables that are
+printed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import triton
 
 @dataclass
 class Table:
-    """A Markdown table. A last cell of WRONG fails the run."""
+    """A Markdown table. If the last cell of a row is WRONG, the run fails."""
 
     title: str
     columns: tuple[str, ...]
@@ -27,11 +27,11 @@ class Table:
 
 
 LIMIT = 580.0
-"""Seconds that the whole may take; what is heavy and comes last asks how many are left."""
+"""Most seconds for the whole run. The slow parts come last and ask how many seconds are left."""
 
 
 class Machine:
-    """device: the card, or a CPU in a dry run, where shapes are tiny."""
+    """device: the card, or a CPU in a dry run with tiny shapes."""
 
     def __init__(self, device: torch.device) -> None:
         self._start = time.monotonic()
@@ -44,26 +44,26 @@ class Machine:
         self.memory = torch.cuda.mem_get_info(device)[1] if self.real else 1 << 30
         self._flush = torch.empty((256 if self.real else 1) << 20, dtype=torch.uint8, device=device)
         self.copy_bandwidth = self._copy()
-        """Bytes a second, read and written, of the best plain copy."""
+        """Bytes a second of the fastest plain copy, read and written bytes together."""
 
     @property
     def slug(self) -> str:
-        """A file name."""
+        """The machine's name as a file name."""
         return re.sub(r"[^a-z0-9]+", "-", self.name.lower()).strip("-")
 
     def heading(self) -> str:
-        """What was measured, on what, with what."""
+        """Heading: card, versions, memory and copy bandwidth."""
         return (
             f"# {self.name}\n\ntorch {torch.__version__}, CUDA {torch.version.cuda}, Triton {triton.__version__}, "
             f"{self.memory / 2**30:.0f} GiB; measured copy {self.copy_bandwidth / 1e9:,.0f} GB/s"
         )
 
     def left(self) -> float:
-        """Seconds of LIMIT."""
+        """Seconds left of LIMIT."""
         return LIMIT - (time.monotonic() - self._start)
 
     def target(self, what: str, measured: float, least: float) -> str:
-        """A cell that says whether it is met; empty on a card of which nothing is asked."""
+        """A cell that says whether the target is met. Empty on a card without targets."""
         if not self._asked:
             return ""
         verdict = "met" if measured >= least else "NOT MET"
@@ -71,11 +71,11 @@ class Machine:
         return f"{verdict} ({_figure(least)})"
 
     def free(self) -> int:
-        """Bytes that can still be taken."""
+        """Free bytes of memory."""
         return torch.cuda.mem_get_info(self.device)[0] if self.real else 1 << 28
 
     def seconds(self, f: Callable[[], object], *, cold: bool = True, times: int = 15) -> float:
-        """Median GPU time of f. cold: the L2 is filled with something else before each run."""
+        """Median GPU time of f in seconds. cold: the L2 is filled with other data before each run."""
         if not self.real:
             return self.wall(f, 1)
         for _ in range(3):
@@ -93,7 +93,7 @@ class Machine:
         return statistics.median(a.elapsed_time(b) for a, b in spans) / 1000
 
     def wall(self, f: Callable[[], object], times: int) -> float:
-        """Seconds a call of f, host included, over `times` calls in a row."""
+        """Seconds per call of f, including the host, over `times` calls in a row."""
         if self.real:
             f()
         self.wait()
@@ -104,7 +104,7 @@ class Machine:
         return (time.perf_counter() - t) / times
 
     def wait(self) -> None:
-        """Until the GPU is idle."""
+        """Waits until the GPU is idle."""
         if self.real:
             torch.cuda.synchronize(self.device)
 

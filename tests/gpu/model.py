@@ -1,6 +1,6 @@
-"""A whole model: Qwen3-8B's shape with random weights: decode by graphs and eagerly, prefill, by format.
+"""A whole model, Qwen3-8B's shape with random weights: prefill, and decode with and without graphs, by format.
 
-Decode is forward and draw, host included, without a scheduler.
+Decode is the forward and the draw, including the host, without a scheduler.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ WAYS: tuple[tuple[str, bool, Quantization | None], ...] = (
     ("fp8, fp8", True, "fp8"),
 )  # fmt: skip
 DECODE = {1: 225, 8: 1550, 64: 6000}
-"""Tokens a second asked of bf16 by batch, with 2,048 tokens of context."""
+"""Target for bf16: tokens a second by batch size, with 2,048 tokens of context."""
 PREFILL = 30_000
 FP8_GAIN = 1.3
-"""How many times as fast FP8 KV has to be at the largest batch."""
+"""Target for FP8 KV: how many times as fast it must be at the largest batch."""
 
 
 def run(m: Machine) -> list[Table]:
-    """Decode with 2,048 tokens of context, sampling at a temperature of 1; prefill in one step and in chunks."""
+    """Decode with 2,048 tokens of context and a temperature of 1. Prefill in one step and in chunks."""
     c, dtype = QWEN3_8B if m.real else TINY, torch.bfloat16
     columns = (
         "weights, KV",
@@ -107,7 +107,7 @@ def _decode(
     asked = ""
     if name == "bf16, bf16":
         asked = m.target(f"decode, bf16, batch {batch}, tok/s", batch / graph, DECODE[batch])
-    # The embedding is looked up, not read; each token's KV is read once.
+    # Only a few rows of the embedding are read. The KV of each token is read once.
     read = model.weights_bytes - c.vocab_size * c.hidden_size * 2
     read += batch * context * size.bytes_per_token
     table.rows.append((
@@ -117,7 +117,7 @@ def _decode(
 
 
 def _prefill(m: Machine, table: Table, model: Decoder, name: str, fp8: bool, tokens: int, chunk: int) -> None:
-    """`tokens` of one prompt in steps of `chunk`, each behind those before it."""
+    """Computes a prompt of `tokens` in steps of `chunk`; each step attends to those before it."""
     c, dtype = model.config, model.ops.dtype
     steps = [Problem(c, [(chunk, end)], 16, m.device, dtype, poison=False)
              for end in range(chunk, tokens + 1, chunk)]  # fmt: skip
@@ -136,7 +136,7 @@ def _prefill(m: Machine, table: Table, model: Decoder, name: str, fp8: bool, tok
 
 
 def random(c: ModelConfig, device: torch.device, dtype: torch.dtype) -> Weights:
-    """Small random weights under the HF names."""
+    """Small random weights with Hugging Face's names."""
     q, kv, h, i = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim, c.hidden_size, c.intermediate_size
     shapes: dict[str, tuple[int, ...]] = {
         "model.embed_tokens.weight": (c.vocab_size, h), "model.norm.weight": (h,), "lm_head.weight": (c.vocab_size, h),

@@ -1,7 +1,7 @@
-"""What stands beside ours: the attention back ends that are installed, and vLLM on the same shape.
+"""What we compare with: the attention libraries that are installed, and vLLM with the same model shape.
 
-`python -m tests.gpu.peers FOLDER BATCH …` is the process in which vLLM runs: it takes the whole card, compiles for
-a minute, and what it needs is gone when it ends. It prints a line of JSON a figure.
+vLLM runs in a process of its own, `python -m tests.gpu.peers FOLDER BATCH …`, because it takes the whole card. All its
+memory is free again when the process ends. It compiles for a minute and prints one line of JSON for each figure.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ VLLM_SECONDS = 240
 
 
 def backends(m: Machine, c: ModelConfig) -> list[tuple[str, TritonOps, int]]:
-    """(name, ops, block size that it takes) of each attention back end that is installed here."""
+    """(name, ops, block size that it needs) of each attention library that is installed here."""
     found = []
     for name in ("flash-attn", "flashinfer"):
         for size in (16, 256):
@@ -42,7 +42,7 @@ def backends(m: Machine, c: ModelConfig) -> list[tuple[str, TritonOps, int]]:
 
 
 def run(m: Machine) -> list[Table]:
-    """vLLM with random weights of Qwen3-8B's shape, sampling included, one process; no table where it is not
+    """vLLM in one process with random weights of Qwen3-8B's shape, including sampling. No table if it is not
     installed."""
     if m.real and importlib.util.find_spec("vllm") is None:
         return []
@@ -98,7 +98,7 @@ CONFIG = {
 
 
 def vllm(folder: str, batches: list[int], prompt: int = 2048, new: int = 128) -> None:
-    """Prefill, and decode as what `new` tokens take longer than one; each prompt is another, so nothing hits."""
+    """Prefill, and decode as the extra time of `new` tokens compared with one. All prompts differ, so nothing hits."""
     from vllm import LLM, SamplingParams
 
     llm = LLM(

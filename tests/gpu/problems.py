@@ -1,4 +1,4 @@
-"""Attention problems on the card: random caches in shuffled blocks, and the steps over them."""
+"""Attention problems on the card: random caches in shuffled blocks, and steps that read them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Problem:
     device: torch.device
     dtype: torch.dtype
     poison: bool = True
-    """What no sequence holds is NaN."""
+    """Slots that no sequence holds are NaN."""
 
     def __post_init__(self) -> None:
         c, size = self.model, self.block_size
@@ -61,7 +61,7 @@ class Problem:
         self.tokens = len(rows)
 
     def cache(self) -> Tensor:
-        """[2, block, kv_head, slot, dim], random."""
+        """A random cache [2, block, kv_head, slot, dim]."""
         c = self.model
         kv = torch.randn(2, self.blocks, c.num_kv_heads, self.block_size, c.head_dim, device=self.device).to(
             self.dtype
@@ -86,7 +86,7 @@ class Problem:
         )
 
     def weights(self) -> AttentionWeights:
-        """Only what attention and the cache write read."""
+        """Only the fields that attention and the cache write need."""
         c = self.model
         norm = torch.rand(c.head_dim, device=self.device).to(self.dtype) + 0.5
         none = Packed(0, 0, None, None)
@@ -95,7 +95,7 @@ class Problem:
         )  # fmt: skip
 
     def rope(self) -> RopeTable:
-        """For all positions of the step."""
+        """A RoPE table for all positions of the step."""
         longest = max(self.batch.kv_lens_host)
         frequency = 1e6 ** -(torch.arange(0, self.model.head_dim, 2) / self.model.head_dim)
         angle = (torch.arange(longest)[:, None] * frequency).to(self.device)

@@ -1,4 +1,4 @@
-"""Sampling alone: the kernels, parameters on their way to the card included, and the sampler that sorts."""
+"""Sampling alone: our kernels, including the copy of their parameters to the card, and a sampler that sorts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WAYS: dict[str, dict[str, float]] = {
 
 
 def rows(n: int, **params: float) -> SampleRows:
-    """So many rows with these parameters and a seed each."""
+    """n rows with these parameters and a seed each."""
     table = np.zeros(n, PARAMS)
     table["top_p"] = 1
     for name, value in params.items():
@@ -31,7 +31,7 @@ def rows(n: int, **params: float) -> SampleRows:
 
 
 def run(m: Machine) -> list[Table]:
-    """Microseconds a batch; the reference's include the wait for its tokens, which it cannot do without."""
+    """Microseconds per batch. Those of the reference include the wait for its tokens, which it needs."""
     vocab = 151_936 if m.real else 300
     table = Table(f"Sampling, a vocabulary of {vocab:,}", ("what", "at once", "us", "by sorting, us"))
     ops = TritonOps(m.device, torch.bfloat16, QWEN3_8B)

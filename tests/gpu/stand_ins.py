@@ -1,4 +1,4 @@
-"""For a dry run: modules in place of those that only a GPU machine has, so that the lines that call them run."""
+"""For a dry run: replacements for modules that only a GPU machine has, so that the lines that call them run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.engine.attention_libraries import LIBRARIES
 
 
 class LLM:
-    """vLLM's, of which only the arguments count."""
+    """A replacement for vLLM's LLM. It checks only the arguments."""
 
     def __init__(self, model: str, **how: Any) -> None:
         assert how["load_format"] == "dummy" and how["skip_tokenizer_init"]
@@ -25,7 +25,7 @@ class SamplingParams:
 
 
 def install() -> None:
-    """flash_attn 2 (whose pages differ from ours), flashinfer and vllm."""
+    """Installs replacements of flash_attn 2 (whose pages differ from ours), flashinfer and vllm."""
     for name in ("flash_attn", "flashinfer"):
         sys.modules[name] = ModuleType(name)
         LIBRARIES[name](sys.modules[name])

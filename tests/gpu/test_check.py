@@ -1,4 +1,4 @@
-"""gpu-check as far as a machine without a GPU goes: it says that there is none, and every line of it runs."""
+"""gpu-check on a machine without a GPU: it says that there is none, and in a dry run every line of it runs."""
 
 from __future__ import annotations
 

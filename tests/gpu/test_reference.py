@@ -1,6 +1,7 @@
-"""The reference ops on a GPU: the tokens, samples and copies of the CPU, for each format of weights.
+"""The reference ops on a GPU give the same tokens, samples and copies as on the CPU, for each format of weights.
 
-Without a GPU the same lines run on the CPU, in other chunks: that they run, and that chunks change nothing.
+Without a GPU the same tests run on the CPU with other chunks. They show that the code runs and that chunks change
+nothing.
 """
 
 from __future__ import annotations
