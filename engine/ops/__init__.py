@@ -1,4 +1,4 @@
-"""The registry of back ends. Each is imported only when it is asked for."""
+"""The registry of back ends. Each is imported only when it is used."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ def get_ops(
 ) -> Ops:
     """The back end `name` (auto, reference, cpu, triton) for this model on this device in this dtype.
 
-    auto is cpu on a CPU (reference for float64, which has no faster path), and on a GPU triton where it is
+    auto is cpu on a CPU (reference for float64, which has no faster path). On a GPU it is triton if that is
     installed and has the kernels, else reference.
-    cpu takes the C kernels where CPU, compiler, dtype and the model's shape allow, else torch.
-    attention: whose kernels attend on a GPU. auto is triton: no other has been measured to be faster here.
+    cpu uses the C kernels if CPU, compiler, dtype and the model's shape allow it, else torch.
+    attention: whose attention kernels are used on a GPU. auto is triton: no other was measured to be faster here.
     Raises SetupError for a combination that does not exist.
     """
     import torch
@@ -63,7 +63,7 @@ def get_ops(
         from engine.ops.cpu import native_ops as cpu_native
         from engine.ops.cpu import packed as cpu
 
-        # The C kernels have no FP8: there it is for measuring what it costs, not for speed.
+        # The C kernels have no FP8. On a CPU it only serves to measure what FP8 costs in quality.
         if dtype == torch.bfloat16 and quantization != "fp8" and cpu_native.available(model):
             return cpu_native.NativeCpuOps(device, dtype, model, quantization)
         return cpu.CpuOps(device, dtype, quantization)
@@ -71,7 +71,7 @@ def get_ops(
 
 
 def _refuse_fp8(capability: tuple[int, int]) -> None:
-    """Raises SetupError for a GPU without FP8, where INT8 takes as many bytes and is nearer to the weights."""
+    """Raises SetupError for a GPU without FP8. INT8 is as small there and closer to the weights."""
     if capability < (8, 9):
         has = ".".join(map(str, capability))
         raise SetupError(
@@ -88,7 +88,7 @@ def _triton(
     attention: AttentionBackend,
     block_size: int,
 ) -> TritonOps:
-    """Asks before it imports: a process that has imported the kernels cannot interpret them any more."""
+    """Checks before it imports: once the kernels are imported, the process can no longer interpret them."""
     if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         if attention != "auto":
             raise SetupError(f"--attention-backend {attention} needs an NVIDIA GPU: leave it out")

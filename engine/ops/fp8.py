@@ -1,8 +1,8 @@
 """KV in one byte a value: e4m3 with one float32 scale per (token, head), for K and for V.
 
-Owns the format and how it is written and read. A token's bytes depend on that token alone, so what a
-prefix hit finds is what computing it again would store. Values saturate; NaN and infinity stay not
-finite, so that a bad row is still seen.
+Owns the format, and how it is written and read. Invariants: the bytes of a token depend only on that token, so a
+prefix hit finds what computing it again would store. Too large values become the largest one. NaN and infinity
+stay not finite, so that a bad row is still noticed.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 LARGEST = 448.0
-"""Of e4m3."""
+"""The largest value of e4m3."""
 SCALE_BYTES = 4
 
 
 @dataclass(slots=True)
 class Fp8Kv:
     """data uint8 [..., 2, block, kv_head, slot, dim] (bits of e4m3), scale float32 [..., 2, block,
-    kv_head, slot]: the value is data x scale. Of all layers, or of one after `[layer]`."""
+    kv_head, slot]: the value is data x scale. For all layers, or for one layer after `[layer]`."""
 
     data: Tensor
     scale: Tensor
@@ -30,12 +30,12 @@ class Fp8Kv:
 
     @property
     def shape(self) -> torch.Size:
-        """Of the values."""
+        """Shape of the values."""
         return self.data.shape
 
     @property
     def nbytes(self) -> int:
-        """Values and scales."""
+        """Bytes of values and scales."""
         return self.data.nbytes + self.scale.nbytes
 
 
@@ -44,10 +44,10 @@ Kv = Tensor | Fp8Kv
 
 
 def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x [..., dim] -> (bits uint8 [..., dim], scale float32 [...]); the largest value becomes 448."""
+    """x [..., dim] -> (bits uint8 [..., dim], scale float32 [...]). The largest value becomes 448."""
     wide = x if x.dtype == torch.float64 else x.float()
     scale = (wide.abs().amax(-1).float() / LARGEST).clamp(min=torch.finfo(torch.float32).tiny)
-    # torch's cast makes NaN of what is over the largest value: saturate first.
+    # torch's cast turns values above the largest one into NaN, so clamp first.
     bits = (wide / scale[..., None]).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
     return bits.view(torch.uint8), scale
 
@@ -77,5 +77,5 @@ def fetch(kv: Kv, blocks: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def parts(kv: Kv) -> tuple[Tensor, ...]:
-    """The tensors that make up a cache; all have the blocks in dimension 2."""
+    """The tensors of a cache. All have the blocks in dimension 2."""
     return (kv.data, kv.scale) if isinstance(kv, Fp8Kv) else (kv,)

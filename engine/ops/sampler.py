@@ -1,8 +1,8 @@
 """Sampling: greedy, temperature, top-k, top-p, min-p, and the noise.
 
-Owns what makes a sample: argmax(logits / temperature + Gumbel noise) over the tokens that the filters
-keep. The noise of a token is Philox4x32-10 with key = seed and counter = (token // 4, position,
-branch, 0), word token % 4, so a sample never depends on batch, chunk, preemption, fork or device.
+Owns the definition of a sample: argmax(logits / temperature + Gumbel noise) over the tokens that the filters keep. The
+noise of a token is Philox4x32-10 with key = seed and counter = (token // 4, position, branch, 0), word token % 4.
+Invariant: a sample never depends on batch, chunk, preemption, fork or device.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ PARAMS = np.dtype(
 @dataclass(slots=True)
 class SampleRows:
     """The rows that sample, on the host. params [L]: a record of temperature, top_p, min_p, top_k, seed
-    and branch; position int64 [L]: index in its sequence of the token to draw. sent: the back end's own form of
-    them on the device, where it travelled with the batch."""
+    and branch. position int64 [L]: index of the token to draw in its sequence. sent: the same on the device, in the
+    back end's own form, if it was copied with the batch."""
 
     params: NDArray[np.void]
     position: NDArray[np.int64]
@@ -33,7 +33,7 @@ class SampleRows:
 
 
 def sample(logits: Tensor, rows: SampleRows) -> tuple[list[int], list[int]]:
-    """Draws one token a row. logits [L, vocab] -> (token ids, rows whose logits are not finite)."""
+    """Draws one token for each row. logits [L, vocab] -> (token ids, rows whose logits are not finite)."""
     finite = torch.isfinite(logits.sum(-1))
     ids = logits.argmax(-1)
     params = rows.params
@@ -49,7 +49,7 @@ def _draw(logits: Tensor, rows: SampleRows) -> Tensor:
     """Samples rows of logits [R, vocab] -> ids [R]."""
     p = {n: torch.from_numpy(rows.params[n].copy()).to(logits.device) for n in rows.params.dtype.names or ()}
     wide = logits if logits.dtype == torch.float64 else logits.float()
-    # Rows with NaN are reported as bad; here they only must not break the arithmetic.
+    # Rows with NaN are reported as bad. Here they must only not break the arithmetic.
     scaled = torch.nan_to_num(wide / p["temperature"][:, None].to(wide.dtype))
     cut = cutoffs(scaled, p["top_k"], p["top_p"], p["min_p"])
     vocab = scaled.shape[1]
@@ -69,14 +69,14 @@ def _draw(logits: Tensor, rows: SampleRows) -> Tensor:
 
 
 def cutoffs(scaled: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """The least logit [R] that top-k, top-p and min-p, in this order, keep.
+    """The smallest logit [R] that top-k, top-p and min-p keep, applied in this order.
 
-    scaled [R, vocab]: logits / temperature; top_k [R] (0 = all), top_p [R] (1 = all), min_p [R]. Equal
-    logits are kept or dropped together, so the result doesn't hang on a sort's order. Otherwise the
-    same sets as transformers' TopK, TopP and MinPLogitsWarper.
+    scaled [R, vocab]: logits / temperature. top_k [R] (0 = all), top_p [R] (1 = all), min_p [R]. Equal logits are
+    kept or dropped together, so the result does not depend on the order of a sort. Apart from that the sets are
+    those of transformers' TopK, TopP and MinPLogitsWarper.
     """
     best = scaled.amax(-1)
-    # p(token) < min_p * p(best), whatever the other filters do to the denominator.
+    # Drops p(token) < min_p * p(best). The denominator cancels, so the other filters do not matter.
     cut = best + min_p.to(scaled.dtype).log()
     cut = torch.where(min_p > 0, cut, torch.full_like(cut, float("-inf")))
     sorting = ((top_k > 0) | (top_p < 1)).nonzero().flatten()
@@ -87,11 +87,11 @@ def cutoffs(scaled: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tens
 
 
 def _ranked_cutoffs(scaled: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """Top-k, then top-p, from the most likely tokens only; takes more of them until all rows are decided."""
+    """Top-k, then top-p, from the most likely tokens only. Takes more of them until every row is decided."""
     vocab = scaled.shape[1]
     limited = (top_k > 0) & (top_k < vocab)
     k = torch.where(limited, top_k, vocab)
-    top_p = torch.where(top_p < 1, top_p, float("inf"))  # all, even where rounding sums to over 1
+    top_p = torch.where(top_p < 1, top_p, float("inf"))  # all tokens, even if rounding makes the sum exceed 1
     total = scaled.double().logsumexp(-1)
     width = min(vocab, max(256, 2 * int(torch.where(limited, k, 0).max())))
     while True:
@@ -102,7 +102,7 @@ def _ranked_cutoffs(scaled: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
         p = logp.exp()
         inside = kept & (p.cumsum(-1) - p < top_p[:, None])
         last = inside.sum(-1, keepdim=True) - 1
-        # A top-k row needs all its tokens for the denominator, another one only to see where p ends.
+        # A row with top-k needs all its tokens for the denominator. Other rows only need to see where p ends.
         open_ended = torch.where(limited, kept[:, -1], last.squeeze(1) == width - 1)
         if width == vocab or not bool(open_ended.any()):
             return values.gather(1, last).squeeze(1)
@@ -114,7 +114,7 @@ def _ranked_cutoffs(scaled: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
 
 def philox4x32(counter: tuple[Tensor, ...], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
     """Philox4x32-10 (Salmon et al., SC 2011). Four counter words and two key words, int64 tensors that
-    hold 32-bit values and broadcast; returns four such words. The integer products wrap, as they should.
+    hold 32-bit values and broadcast. Returns four such words. The integer products wrap around, as intended.
     """
     c0, c1, c2, c3 = counter
     k0, k1 = key
@@ -128,8 +128,8 @@ def philox4x32(counter: tuple[Tensor, ...], key: tuple[Tensor, Tensor]) -> tuple
 def gumbel(words: Tensor, dtype: torch.dtype) -> Tensor:
     """Standard Gumbel noise from 32-bit words: -log(E), E = -log(1 - u), u = (word + 1/2) / 2^32.
 
-    A word near 2^32 may round to u = 1 and give -inf; that token was all but sure to lose anyway,
-    while the winners, where u is tiny, keep their full relative precision.
+    A word near 2^32 may be rounded to u = 1 and give -inf. Such a token would almost certainly lose anyway. The tokens
+    that win have a tiny u and keep their full relative precision.
     """
     u = (words.to(dtype) + 0.5) * 2.0**-32
     return -(-torch.log1p(-u)).log()
@@ -140,14 +140,14 @@ def _key(seed: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def noise_at(seed: Tensor, branch: Tensor, position: Tensor, ids: Tensor) -> Tensor:
-    """Words of the tokens ids [R, n] -> [R, n]."""
+    """Random words of the tokens ids [R, n] -> [R, n]."""
     counter = (ids >> 2, position[:, None], branch[:, None], torch.zeros_like(ids))
     words = torch.stack(philox4x32(counter, _key(seed)), -1)
     return words.gather(-1, (ids & 3)[..., None]).squeeze(-1)
 
 
 def noise_all(seed: Tensor, branch: Tensor, position: Tensor, vocab: int) -> Tensor:
-    """Words of every token -> [R, vocab]: one Philox block serves four tokens."""
+    """Random words of every token -> [R, vocab]. One Philox block gives the words of four tokens."""
     quads = torch.arange(-(-vocab // 4), device=seed.device)[None].expand(len(seed), -1)
     counter = (quads, position[:, None], branch[:, None], torch.zeros_like(quads))
     return torch.stack(philox4x32(counter, _key(seed)), -1).flatten(1)[:, :vocab]

@@ -1,9 +1,8 @@
 """Weights in 8 and 4 bits: the formats, how they are made and what their values are.
 
-INT8: one float32 scale per output channel, symmetric. FP8: the same with e4m3 in place of integers. INT4:
-groups of 32 along the input, each with a float16 scale and minimum, as GGUF's Q4_1 has them, so that its
-bytes are taken over as they are. What a code means is defined in float32 here; every back end multiplies by
-exactly these values.
+INT8: one float32 scale per output channel, symmetric. FP8: the same with e4m3 instead of integers. INT4: groups of 32
+along the input, each with a float16 scale and minimum, as in GGUF's Q4_1, so that its bytes can be used as they are.
+Invariant: the value of a code is defined here, in float32, and every back end multiplies by exactly these values.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ class Fp8(_PerChannel):
 class Int4:
     """value = code x scale + minimum. codes uint8 [out, groups x 16]: byte i of a group holds value i in
     its low half and value i + 16 in its high half; scale and minimum float16 [out, groups]. The last
-    group is padded where `inputs` is no multiple of 32."""
+    group is padded if `inputs` is not a multiple of 32."""
 
     codes: Tensor
     scale: Tensor
@@ -95,12 +94,12 @@ class Int4:
 
 Quantised = Int8 | Int4 | Fp8
 Weight = Tensor | Int8 | Int4 | Fp8
-"""A linear's weight [out, in] as it is loaded."""
+"""The weight [out, in] of a linear, as it is loaded."""
 
 
 def quantise(weight: Weight, to: Quantization) -> Quantised:
-    """A weight in that format. One that is in it already stays as it is, code for code; from another
-    format it goes through its values."""
+    """Converts a weight to this format. A weight that is in it already keeps its codes. From another format it is
+    converted through its values."""
     form, make = _FORMATS[to]
     if isinstance(weight, form):
         return weight
@@ -120,7 +119,7 @@ def _fp8(w: Tensor) -> Fp8:
 
 
 def _int4(w: Tensor) -> Int4:
-    """Rows in pieces: the search holds several float32 copies of what it works on."""
+    """Works on pieces of the rows, because the search holds several float32 copies of its input."""
     rows = max(1, _PIECE // w.shape[1])
     parts = [_int4_groups(part) for part in w.split(rows)]
     codes, scale, minimum = (torch.cat(p) for p in zip(*parts, strict=True))
@@ -129,14 +128,14 @@ def _int4(w: Tensor) -> Int4:
 
 _PIECE = 1 << 22
 _RANGES = (1.0, 0.88)
-"""Parts of a group's range to start from: a narrower one costs the ends and serves the middle."""
+"""Parts of a group's range to start from. A narrower range is worse at its ends and better in its middle."""
 _REFITS = 2
 
 
 def _int4_groups(w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes, scale and minimum of least squared error found: from each range, codes and the line through
-    them are fitted to each other in turn. What is on such a grid already comes back as it was."""
-    # Padded with the row's last value, so that padding never widens a group's range.
+    """Codes, scale and minimum with the smallest squared error that is found. From each range the search alternates:
+    it fits the codes to the line, then the line to the codes. Values that are on such a grid already do not change."""
+    # Padded with the last value of the row, so that the padding never makes a group's range wider.
     groups = torch.cat((w, w[:, -1:].expand(-1, -w.shape[1] % GROUP)), 1).unflatten(1, (-1, GROUP))
     low, high = groups.aminmax(dim=-1, keepdim=True)
     middle = groups.mean(-1, keepdim=True)
@@ -145,7 +144,7 @@ def _int4_groups(w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         scale = (high - low) * (part / 15)
         minimum = (high + low) / 2 - 7.5 * scale
         for _ in range(1 + _REFITS):
-            # Codes are chosen for the rounded scale and minimum, which is what they will be read with.
+            # Codes are chosen for the rounded scale and minimum, because they are read with these.
             scale, minimum = scale.half(), minimum.half()
             step, start = scale.float(), minimum.float()
             codes = ((groups - start) / torch.where(step == 0, 1, step)).round().clamp(0, 15)
@@ -176,7 +175,7 @@ _FORMATS: dict[Quantization, tuple[type[Quantised], Callable[[Tensor], Quantised
 
 
 def concat(weights: Sequence[Weight]) -> Weight:
-    """Linears that share their input as one, rows in order. Mixed formats meet as values."""
+    """Joins linears with the same input into one, with their rows in order. Mixed formats are joined as values."""
     first = weights[0]
     if len(weights) == 1:
         return first
@@ -190,7 +189,7 @@ def concat(weights: Sequence[Weight]) -> Weight:
 
 
 def linear_bytes(out: int, inputs: int, bytes_per_value: int, to: Quantization | None) -> int:
-    """Of one linear's weight, scales included."""
+    """Bytes of one linear's weight, scales included."""
     if to in ("int8", "fp8"):
         return out * inputs + 4 * out
     if to == "int4":

@@ -1,8 +1,8 @@
 """The C kernels: compiled once per CPU for this machine, loaded by ctypes.
 
-Owns the compiler's call, the cached library and the mirrors of the structures in kernels_c/kernels.h.
-Without AVX-512-bf16, a C compiler or a writable cache there is no library, and `load()` says None:
-the caller then stays on torch. No Python headers are needed, and the GIL is free inside a kernel.
+Owns the call of the compiler, the cached library, and the copies of the structures in kernels_c/kernels.h. Without
+AVX-512-bf16, a C compiler or a writable cache there is no library. Then `load()` returns None, and the caller uses
+torch. No Python headers are needed. The GIL is free while a kernel runs.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ FLAGS = ("-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-shared", "-fPI
 _NEEDED = {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16"}
 
 KEYS = 128
-"""Keys that share a softmax pass: KEYS of kernels.h."""
+"""Keys of one pass of the softmax. KEYS in kernels.h."""
 ROWS = 12
-"""Query rows of a prefill tile: ROWS of kernels.h."""
+"""Query rows of a prefill tile. ROWS in kernels.h."""
 PANEL = 32
 """Columns of a packed panel of weights."""
 MAX_DIM = 256
@@ -77,12 +77,12 @@ class Step(Structure):
 
 
 KERNELS = ("embed", "norm", "qkv", "qkv_prepare", "attention", "out", "gate_up", "down", "head")
-"""What `times` of a Step counts, in this order; then room for one moment."""
+"""The kernels whose times `Step.times` holds, in this order. One more place holds a point in time."""
 
 
 @cache
 def load() -> ctypes.CDLL | None:
-    """The library, compiled if this CPU has none yet; None where it cannot be had."""
+    """The library, compiled if this CPU has none yet. None if that is not possible."""
     if platform.machine() != "x86_64" or not cpu_flags() >= _NEEDED:
         return None
     compiler = next((c for c in (os.environ.get("CC"), "cc", "gcc", "clang") if c and shutil.which(c)), None)
@@ -92,7 +92,7 @@ def load() -> ctypes.CDLL | None:
         path = _library(compiler)
         try:
             return _declare(ctypes.CDLL(str(path)))
-        except (OSError, AttributeError):  # damaged in the cache: once more from the source
+        except (OSError, AttributeError):  # damaged in the cache: compile it once more
             path.unlink()
             return _declare(ctypes.CDLL(str(_library(compiler))))
     except (OSError, subprocess.SubprocessError, AttributeError):
@@ -118,7 +118,7 @@ def _library(compiler: str) -> Path:
     if target.exists():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
-    # Into a file of our own first: another process may be compiling, and a half-written library crashes.
+    # First into a file of our own: another process may compile too, and loading half a library crashes.
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
         made = Path(scratch) / "kernels.so"
         command = [compiler, *FLAGS, *(str(folder / s) for s in SOURCES), "-o", str(made), "-lm"]

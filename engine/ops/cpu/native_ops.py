@@ -1,8 +1,8 @@
 """NativeCpuOps: bfloat16 on AVX-512, a whole decoder as one call into the C kernels.
 
-Owns the scratch of a step and its task lists. The residual is float32, all sums too, and logits come
-out as float32; what is rounded to bfloat16 is the input of each matrix product and the KV cache. A
-token's result does not depend on what else is in the batch: every sum runs in a fixed order.
+Owns the scratch memory of a step and its task lists. Residual, sums and logits are float32. Only the
+inputs of the matrix products and the KV cache are rounded to bfloat16. Invariant: the result of a token does not depend on the other
+tokens of the batch, because every sum runs in a fixed order.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _BF16, _F32 = 0, 1
 
 
 def available(model: ModelConfig) -> bool:
-    """Whether the kernels exist here and cover this model's shape."""
+    """Whether the kernels can be used here and support this model's shape."""
     return (
         model.head_dim % 32 == 0
         and model.head_dim <= native.MAX_DIM
@@ -72,7 +72,7 @@ class _Panels:
 
 
 class NativeCpuOps(Ops):
-    """Make one only where `available` says so."""
+    """Create it only if `available` returns True."""
 
     name = "cpu"
     fused = True
@@ -254,8 +254,8 @@ class NativeCpuOps(Ops):
     # ------------------------------------------------------------------------------ whole models
 
     def decoder(self, w: DecoderWeights, cache: Kv, plan: StepPlan) -> Tensor:
-        """One call for all layers: between calls the GIL must be had again, and beside a dashboard that
-        draws each of sixty would wait for it."""
+        """One native call for all layers. After each call the thread must get the GIL back, and while a dashboard
+        draws, each of sixty calls would have to wait for it."""
         batch, (vocab, hidden) = plan.batch, w.embed.shape
         samples = len(batch.logit_rows)
         step = self._step(plan, cache[0])
@@ -298,11 +298,11 @@ _POINTERS = ("positions", "rows", "q_starts", "kv_lens", "tables", "slots")
 
 @dataclass(slots=True)
 class _Tasks:
-    """Work of a step as (sequence, part) pairs, int32 [*, 2].
+    """The work of a step as (sequence, part) pairs, int32 [*, 2].
 
-    decode: a KEYS-long part of the keys of a sequence with one query; merge: (sequence, number of
-    parts). pack: a key block of a sequence with several; tiles: (sequence, first query row).
-    part_start int64 [S]: where a sequence's partial results or packed key blocks begin.
+    For sequences with one query: decode, a part of KEYS keys, and merge, (sequence, number of parts).
+    For sequences with several queries: pack, a block of keys, and tiles, (sequence, first query row).
+    part_start int64 [S]: where the partial results or the packed key blocks of a sequence begin.
     """
 
     decode: NDArray[np.int32]
@@ -346,7 +346,7 @@ def _pairs(counts: NDArray[np.int64]) -> NDArray[np.int32]:
 
 
 def _addresses(kv: Kv) -> tuple[int, int | None]:
-    """Of the values and, under FP8, of the scales."""
+    """Addresses of the values and, with FP8, of the scales."""
     return (kv.data.data_ptr(), kv.scale.data_ptr()) if isinstance(kv, Fp8Kv) else (kv.data_ptr(), None)
 
 
@@ -387,7 +387,7 @@ def _decoder(w: DecoderWeights) -> native.Decoder:
             eps=w.eps,
             head=w.head.data.struct,
         )
-        w.native = struct, attention, mlp  # the arrays live as long as what points to them
+        w.native = struct, attention, mlp  # keeps the arrays alive as long as the struct that points to them
     decoder: native.Decoder = w.native[0]
     return decoder
 

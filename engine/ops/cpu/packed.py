@@ -1,8 +1,8 @@
-"""CpuOps: oneDNN linears with packed weights, paged attention on torch. For any CPU and dtype but float64.
+"""CpuOps: oneDNN linears with packed weights, paged attention in torch. For any CPU and any dtype except float64.
 
-torch re-packs a linear's weight on every call; packing once makes decode linears 2.3 to 3.8 times as
-fast. The packing ops are private to torch (Inductor's freezing uses them), so what fails falls back to
-`F.linear`.
+torch packs the weight of a linear again at every call. Packing it once makes the linears of a decode 2.3 to 3.8 times
+as fast. The packing operations are private to torch (Inductor's freezing uses them), so if one fails, `F.linear` is
+used instead.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class _Plan(StepPlan):
     gathered: tuple[Tensor, Tensor, Tensor] | None = None
 
     def gather(self, block_size: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Of `decodes`: blocks [D, most blocks], slots past the end bool [D, most slots], query rows [D]."""
+        """For `decodes`: blocks [D, most blocks], slots after the end bool [D, most slots], query rows [D]."""
         if self.gathered is None:
             b = self.batch
             lens = b.kv_lens[self.decodes]
@@ -37,7 +37,7 @@ class _Plan(StepPlan):
 
 
 class CpuOps(ReferenceOps):
-    """bfloat16 and float32."""
+    """For bfloat16 and float32."""
 
     name = "cpu"
 
@@ -53,7 +53,7 @@ class CpuOps(ReferenceOps):
     def plan(self, batch: StepInput, rope: RopeTable) -> _Plan:
         single = [i for i, n in enumerate(batch.q_lens) if n == 1]
         mean = sum(batch.kv_lens_host[i] for i in single) / max(1, len(single))
-        # One much longer sequence would make all of them as long: it goes alone.
+        # All are padded to the longest one. A sequence that is much longer than the others is computed alone.
         decodes = torch.tensor([i for i in single if batch.kv_lens_host[i] <= 2 * mean], dtype=torch.int64)
         return _Plan(batch, rope, decodes)
 
@@ -86,12 +86,12 @@ class CpuOps(ReferenceOps):
         if not count:
             return
         blocks, beyond, queries = plan.gather(kv.shape[3])
-        # What lies past a sequence's end may be NaN, which no mask takes away: it becomes zero.
+        # Slots after the end of a sequence may hold NaN, which a mask does not remove. They become zero.
         k, v = (
             half.transpose(1, 2).flatten(2, 3).masked_fill_(beyond[:, None, :, None], 0)
             for half in fetch(kv, blocks, q.dtype)
         )
-        # The query heads of one KV head stand as rows: torch's own enable_gqa is 30 times slower.
+        # The query heads of one KV head become rows. torch's own enable_gqa is 30 times slower.
         rows = q[queries].view(count, w.kv_heads, -1, w.head_dim)
         out[queries] = _sdpa(rows, k, v, attn_mask=~beyond[:, None, None]).flatten(1, 2)
 
@@ -100,7 +100,7 @@ _sdpa = torch.nn.functional.scaled_dot_product_attention
 
 
 def _reorder(weight: Tensor) -> Tensor:
-    """oneDNN's blocked form of a weight [out, in]; the weight itself where that cannot be had."""
+    """oneDNN's packed form of a weight [out, in], or the weight itself if packing is not possible."""
     try:
         packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, None)
         probe = torch.zeros(1, weight.shape[1], dtype=weight.dtype)
