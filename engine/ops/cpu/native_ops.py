@@ -1,8 +1,8 @@
 """NativeCpuOps: bfloat16 on AVX-512, a whole decoder as one call into the C kernels.
 
-Owns the scratch memory of a step and its task lists. Residual, sums and logits are float32. Only the
-inputs of the matrix products and the KV cache are rounded to bfloat16. Invariant: the result of a token does not depend on the other
-tokens of the batch, because every sum runs in a fixed order.
+Owns the scratch memory of a step and its task lists. Residual, sums and logits are float32. Only the inputs of the
+matrix products and the KV cache are rounded to bfloat16. Invariant: the result of a token does not depend on the
+other tokens of the batch, because every sum runs in a fixed order.
 """
 
 from __future__ import annotations
