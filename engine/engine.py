@@ -328,7 +328,7 @@ class Engine:
             on_finished=self._finished,
         )
         self._log.cut(started(config, model, seed, self._epoch, samples=self._device_interval > 0))
-        self._turns = Turns(core, text, self._post)
+        self._turns = Turns(core, text, self._post, allow_special=self.config.allow_special_tokens)
         if model.source == "live" and model.runner.weights_bytes:
             # A full collection walks everything that torch brought, 0.1 s with the interpreter held, and shows
             # as a spike between tokens. What is alive now stays alive: it need not be walked again.

@@ -36,6 +36,7 @@ def build(config: EngineConfig, progress: Progress) -> Built:
             "attention_backend": getattr(runner.model.ops, "attention_backend", runner.ops_name),
             "kv_cache_dtype": runner.kv_dtype,
             "kv_cache": str(runner.cache_size),
+            "special_tokens": text.special_names,
         }
         | ({"notice": runner.notice} if runner.notice else {}),
     )

@@ -1,23 +1,26 @@
-"""Conversation: a chat as token ids that only grow, so that history hits the prefix cache.
+"""Conversation: a chat as token ids that only grow, so that its history is found in the prefix cache.
 
-Invariant: the ids of a turn begin with the ids held so far (prompt and answer of the last turn, as they were
-computed) whenever the template renders the history as the text held; old text is never encoded again, since
-its tokens might differ from the sampled ones. Otherwise (Qwen3's template drops earlier thinking) the whole
-history is rendered anew and the turn says so. Imports no torch.
+Invariant: if the template renders the history as the text that is held, the ids of a turn begin with the ids that
+are held (prompt and answer of the last turn, as they were computed). Old text is never encoded again, because its
+tokens might differ from the sampled ones. If the template renders the history in another way (Qwen3's drops earlier
+thinking), the whole history is encoded anew and the turn says so.
+
+Everybody's words are foreign to the template: unless `allow_special`, the name of a special token in them stays
+text. Imports no torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 Span = tuple[int, int, str, str]
-"""(start, end, role, name) in tokens; role: template, system, user, assistant; name: an attached file's."""
+"""(start, end, role, name) in tokens. role: template, system, user or assistant; name: of an attached file."""
 
 
 class ChatTokenizer(Protocol):
-    """What a conversation needs of engine.tokenizer.Tokenizer."""
+    """What a conversation needs of engine.files.tokenizer.Tokenizer."""
 
     eos_ids: frozenset[int]
 
@@ -25,6 +28,7 @@ class ChatTokenizer(Protocol):
     def has_chat_template(self) -> bool: ...
     def encode(self, text: str, special: bool = False) -> list[int]: ...
     def encode_ends(self, text: str) -> tuple[list[int], list[int]]: ...
+    def guard(self, text: str) -> str: ...
     def token_bytes(self, token_id: int) -> bytes: ...
     def render(self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool) -> str: ...
 
@@ -41,7 +45,7 @@ class Turn:
 
 @dataclass(slots=True)
 class _Held:
-    """What was or will be computed: ids, their text as the template has to repeat it, and whose they are."""
+    """What was or will be computed: ids, their text as the template has to repeat it, and who wrote them."""
 
     ids: list[int]
     text: str
@@ -50,7 +54,7 @@ class _Held:
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Someone's words, as they go into the template."""
+    """Words that go into the template, by a person, a page or the model; guarded."""
 
     role: str
     text: str
@@ -58,17 +62,28 @@ class _Piece:
 
 
 class Conversation:
-    """One chat. turn() and commit() alternate; a turn that is not committed leaves no trace."""
+    """One chat. turn() and commit() alternate; a turn that is not committed leaves no trace.
 
-    def __init__(self, tokenizer: ChatTokenizer, system: str | None = None, system_name: str = "") -> None:
+    allow_special: the name of a special token in anybody's words becomes that token.
+    """
+
+    def __init__(
+        self,
+        tokenizer: ChatTokenizer,
+        system: str | None = None,
+        system_name: str = "",
+        *,
+        allow_special: bool = False,
+    ) -> None:
         self._tokenizer = tokenizer
-        self._pieces = [] if system is None else [_Piece("system", system, system_name)]
+        self._guard: Callable[[str], str] = (lambda text: text) if allow_special else tokenizer.guard
+        self._pieces = [] if system is None else [_Piece("system", self._guard(system), system_name)]
         self._held: _Held | None = None
         self._asked: tuple[_Piece, _Held] | None = None
 
     def turn(self, text: str) -> Turn:
         """The prompt that asks `text` after all that is committed. ValueError where the template raises."""
-        question = _Piece("user", text)
+        question = _Piece("user", self._guard(text))
         if self._tokenizer.has_chat_template:
             held, rewrote = self._templated([*self._pieces, question])
         else:
@@ -91,7 +106,8 @@ class Conversation:
         held.spans = _joined(
             [*held.spans, (start, end - ended, "assistant", ""), (end - ended, end, "template", "")]
         )
-        # what a stop string cut from the text stays in the ids; the template only sees the text
+        # What a stop string cut from the text stays in the ids; the template only sees the text.
+        text = self._guard(text)
         held.text += text
         if ended:
             held.text += self._tokenizer.token_bytes(output_ids[-1]).decode("utf-8", "replace")
@@ -99,14 +115,14 @@ class Conversation:
         self._held = held
 
     def cost_of_trimming(self, text: str) -> tuple[int, int] | None:
-        """(prompt tokens, of which to compute) if `text` was asked without the oldest question and answer.
+        """(prompt tokens, how many of them would be computed) of `text` without the oldest question and answer.
 
-        Only what stands before them stays cached. None: there is nothing to leave out.
+        Only what comes before these two stays cached. None: there is nothing to leave out.
         """
         first = next((i for i, piece in enumerate(self._pieces) if piece.role == "user"), None)
         if first is None or self._held is None or not self._tokenizer.has_chat_template:
             return None
-        kept = [*self._pieces[:first], *self._pieces[first + 2 :], _Piece("user", text)]
+        kept = [*self._pieces[:first], *self._pieces[first + 2 :], _Piece("user", self._guard(text))]
         ids = self._tokenizer.encode(_render(self._tokenizer, kept)[0])
         same = next(
             (i for i, (a, b) in enumerate(zip(ids, self._held.ids, strict=False)) if a != b), len(ids)

@@ -54,8 +54,14 @@ class Turns:
     """All conversations of one engine. post: leaves a command in the engine's inbox."""
 
     def __init__(
-        self, core: EngineCore, tokenizer: TextTokenizer | None, post: Callable[[Callable[[], None]], None]
+        self,
+        core: EngineCore,
+        tokenizer: TextTokenizer | None,
+        post: Callable[[Callable[[], None]], None],
+        *,
+        allow_special: bool = False,
     ) -> None:
+        self._allow_special = allow_special
         self._core = core
         self._tokenizer = tokenizer
         self._post = post
@@ -122,7 +128,7 @@ class Turns:
     def _chat(self, system: str | None, name: str) -> _Chat:
         if self._tokenizer is None:
             raise SetupError(_NO_TOKENIZER)
-        return _Chat(Conversation(self._tokenizer, system, name))
+        return _Chat(Conversation(self._tokenizer, system, name, allow_special=self._allow_special))
 
     def _next(self, number: int) -> None:
         chat = self._chats[number]

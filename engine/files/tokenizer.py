@@ -1,8 +1,9 @@
 """Text to token ids, a token's exact bytes, and the chat template.
 
-Invariants: ids and rendered text are transformers'; `token_bytes` of any ids joined are the bytes of the
-text, so half a character is never lost. A GGUF's tokenizer is converted once and kept beside the built-in
-model. Imports no torch, and transformers only for vocabularies that have no tokenizer.json.
+Invariants: ids and rendered text are those of transformers; the bytes of a text's tokens, joined, are the bytes of
+the text, so half a character is never lost. Foreign text goes through `guard` first (see special_tokens). A GGUF's
+tokenizer is converted once and kept in the cache folder. Imports no torch, and transformers only for vocabularies
+without a tokenizer.json.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from tokenizers import Tokenizer as Backend
 
 from engine.errors import SetupError
 from engine.files.model_files import GENERATION, ModelFiles, read, read_json, shorten
+from engine.files.special_tokens import SpecialTokens
 
 _CONVERTER = 1
 """Part of the cache key: raise it when gguf_tokenizer.py changes what it writes."""
@@ -79,12 +81,30 @@ class Tokenizer:
 
     def encode(self, text: str, special: bool = False) -> list[int]:
         """Token ids. `special` adds what the model wants around plain text (its begin-of-text token)."""
+        if not special and self._special.is_guarded(text):
+            return self.encode_ends(text)[0]
         return self._backend.encode(_encodable(text), add_special_tokens=special).ids
 
     def encode_ends(self, text: str) -> tuple[list[int], list[int]]:
         """Token ids without specials around them, and where each token ends in `text` (characters)."""
-        encoding = self._backend.encode(_encodable(text), add_special_tokens=False)
+        text = _encodable(text)
+        if self._special.is_guarded(text):
+            return self._special.encode_ends(text)
+        encoding = self._backend.encode(text, add_special_tokens=False)
         return encoding.ids, [end for _, end in encoding.offsets]
+
+    def guard(self, text: str) -> str:
+        """Foreign text for a prompt: `encode` and `encode_ends` will not make special tokens of the names in it."""
+        return self._special.guard(_encodable(text))
+
+    @cached_property
+    def _special(self) -> SpecialTokens:
+        return SpecialTokens(self._backend)
+
+    @property
+    def special_names(self) -> list[str]:
+        """The names of all special tokens, as a text would spell them."""
+        return self._special.names
 
     def token_bytes(self, token_id: int) -> bytes:
         """Bytes of one token, b"" for an id outside the vocabulary; joined they are the text's bytes."""
@@ -131,13 +151,16 @@ class Tokenizer:
         return token.replace("▁", " ").encode()
 
 
+_SURROGATES = dict.fromkeys(range(0xD800, 0xE000), "\ufffd")
+
+
 def _encodable(text: str) -> str:
-    """Lone surrogates cannot be encoded; they become U+FFFD."""
-    return text.encode("utf-8", "replace").decode() if not text.isascii() and _has_surrogate(text) else text
-
-
-def _has_surrogate(text: str) -> bool:
-    return any("\ud800" <= character <= "\udfff" for character in text)
+    """UTF-8 has no lone surrogates; each becomes U+FFFD."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.translate(_SURROGATES)
+    return text
 
 
 def _content(token: Any) -> str | None:

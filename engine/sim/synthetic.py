@@ -126,6 +126,10 @@ class SyntheticTokenizer:
             ends += [found.end()] * len(new)
         return ids, ends
 
+    def guard(self, text: str) -> str:
+        """A simulation has no template to protect: nothing changes."""
+        return text
+
     def token_bytes(self, token_id: int) -> bytes:
         """Its text; U+FFFD for an id that was never given out."""
         return self._pieces[token_id] if token_id < len(self._pieces) else "\ufffd".encode()

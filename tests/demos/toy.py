@@ -29,6 +29,9 @@ class WordPieces:
         found = list(re.finditer(r"<\|\w+\|>|\s?\w{1,5}|\s|[^\w\s]", text))
         return [self._ids.setdefault(m.group(), len(self._ids)) for m in found], [m.end() for m in found]
 
+    def guard(self, text: str) -> str:
+        return text
+
     def token_bytes(self, token_id: int) -> bytes:
         texts = list(self._ids)
         return (texts[token_id] if token_id < len(texts) else f" w{token_id}").encode()

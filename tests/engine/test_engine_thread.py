@@ -48,6 +48,9 @@ class Letters:
             ends.append(at)
         return ids, ends
 
+    def guard(self, text: str) -> str:
+        return text
+
     def token_bytes(self, token_id: int) -> bytes:
         return END.encode() if token_id == 0 else bytes([token_id]) if 32 <= token_id < 127 else b"~"
 
