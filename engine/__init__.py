@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from engine.config import EngineConfig
     from engine.engine import Engine
     from engine.errors import SetupError
+    from engine.knobs import Group, Knob, KnobError, Setting, check_fields, settings_of
     from engine.params import SamplingParams
     from engine.sim.simulated import Simulation
     from engine.sim.workload import Workload, load_workload
@@ -17,13 +18,19 @@ if TYPE_CHECKING:
 __all__ = [
     "Engine",
     "EngineConfig",
+    "Group",
+    "Knob",
+    "KnobError",
     "SamplingParams",
+    "Setting",
     "SetupError",
     "Simulation",
     "Workload",
     "bench",
+    "check_fields",
     "events",
     "load_workload",
+    "settings_of",
     "sizing",
 ]
 
@@ -32,6 +39,7 @@ _home = {
     "EngineConfig": "engine.config",
     "SamplingParams": "engine.params",
     "SetupError": "engine.errors",
+    **dict.fromkeys(("Group", "Knob", "KnobError", "Setting", "check_fields", "settings_of"), "engine.knobs"),
     "Simulation": "engine.sim.simulated",
     "Workload": "engine.sim.workload",
     "load_workload": "engine.sim.workload",

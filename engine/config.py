@@ -1,128 +1,80 @@
-"""EngineConfig: every setting of an engine, validated once and frozen.
+"""EngineConfig: every setting of an engine, checked once and frozen.
 
-Owns the knobs and their ranges. Imports no torch, so that help and errors come at once. A wrong value raises
-SetupError: one line that says what is wrong and what to do.
+Owns the knobs of the engine: their defaults, ranges and help, and the rules between two of them. The command line,
+the config file and docs/options.md are made from these fields, so a new flag is one line here. Imports no torch, so
+that help and errors come at once. A wrong value raises SetupError: one line that says what is wrong.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
-from engine.errors import SetupError
+from engine.knobs import Knob, KnobError, check_fields, flag
 
 AttentionBackend = Literal["auto", "triton", "flash-attn", "flashinfer"]
+
+_EVERY_ENGINE = ("run", "demo", "bench")
+_MEASURED = ("run", "bench")
+
+
+def _power_of_two(value: int) -> bool:
+    return value & (value - 1) == 0
 
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     """Every knob of an engine. Raises SetupError on a value out of range."""
 
-    model: str | None = None
-    """Hub id, local folder, .gguf file; None is the built-in model."""
-    revision: str | None = None
-    """Branch, tag or commit on the hub."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    dtype: Literal["auto", "bfloat16", "float32", "float64"] = "auto"
-    """Of weights, activations and KV; auto is bfloat16."""
-    ops: Literal["auto", "reference", "cpu", "triton"] = "auto"
-    attention_backend: AttentionBackend = "auto"
-    """Whose kernels attend on a GPU; auto is triton, our own."""
-    block_size: int = 16
-    """Tokens per block, a power of two from 1 to 256."""
-    num_blocks: int | None = None
-    """Physical blocks, the null block included; over kv_cache_memory."""
-    kv_cache_memory: int | None = None
-    """Bytes for KV; None is 192 MiB on a CPU and gpu_memory_utilization on a GPU."""
-    quantization: Literal["int8", "int4", "fp8"] | None = None
-    """Of the linears' weights; None computes with `dtype`. The head is INT8 with any."""
-    kv_cache_dtype: Literal["auto", "fp8"] = "auto"
-    """Of keys and values; auto is `dtype`, fp8 is e4m3 with a float32 scale per token and head."""
-    gpu_memory_utilization: float = 0.9
-    """Part of a GPU's memory that weights, activations and KV may take."""
-    max_model_len: int | None = None
-    """Longest sequence in tokens; None takes the model's, clamped to what the pool holds."""
-    max_num_batched_tokens: int | None = None
-    """Token budget of a step; None is 512 on a CPU, 2,048 on a GPU."""
-    speculate: int = 0
-    """Tokens a step and sequence that are looked up in the text so far and verified in one forward; 0 is none."""
-    max_num_seqs: int = 64
-    """Most sequences that run at once."""
-    enable_prefix_caching: bool = True
-    async_scheduling: bool | None = None
-    """A step is planned and launched before the one in flight is done; None is where that wins, on a GPU."""
-    enable_chunked_prefill: bool = True
-    """Off: a prompt is computed in one step or waits until it fits the budget."""
-    long_prefill_token_threshold: int = 0
-    """Most tokens of one prompt in a step while others wait or run; 0 is no limit."""
-    long_prefill_token_threshold_adaptive: bool = False
-    """The threshold is at least every request's equal share of the step's budget."""
-    scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
-    """Order of admission, and the reverse of preemption: by arrival, or by (priority, arrival), lower first."""
-    watermark: float = 0.0
-    """Part of the usable blocks that an admission leaves free for what runs, 0 to under 1; none if nothing runs."""
-    max_num_queued_requests: int | None = None
-    """Requests that may wait; one more is refused. None is no limit."""
-    max_num_queued_tokens: int | None = None
-    """Tokens of all that wait; a request that would exceed them is refused. None is no limit."""
-    audit: int = 0
-    """Of so many admissions that read from the cache one is computed again and compared; 0 is none."""
-    allow_special_tokens: bool = False
-    """A special token's name in a prompt becomes that token; else it stays text."""
-    seed: int = 0
-    """Base of the sampling seeds of requests that bring none."""
-    hash_seed: int | None = None
-    """Root of the block hashes; None is random at each start."""
-    threads: int | None = None
-    """Threads of the CPU ops; None is all cores."""
+    # fmt: off
+    # ---- model
+    model: Annotated[str | None, Knob("Hub id, local folder or .gguf file; the built-in model without.", "model", _EVERY_ENGINE, example="Qwen/Qwen3-8B")] = None
+    revision: Annotated[str | None, Knob("Branch, tag or commit on the hub.", "model", (*_EVERY_ENGINE, "size"), example="main")] = None
+    device: Annotated[Literal["auto", "cpu", "cuda"], Knob("Where to compute.", "model", _EVERY_ENGINE)] = "auto"
+    dtype: Annotated[Literal["auto", "bfloat16", "float32", "float64"], Knob("Of weights, activations and KV; auto is bfloat16.", "model", _EVERY_ENGINE)] = "auto"
+    quantization: Annotated[Literal["int8", "int4", "fp8"] | None, Knob("Compute with quantised weights; the 4-bit codes of a GGUF are taken as they are.", "model", _MEASURED)] = None
+    ops: Annotated[Literal["auto", "reference", "cpu", "triton"], Knob("Which kernels.", "model", _EVERY_ENGINE)] = "auto"
+    attention_backend: Annotated[AttentionBackend, Knob("Whose attention kernels on a GPU; auto is triton, our own.", "model", _MEASURED)] = "auto"
+    threads: Annotated[int | None, Knob("CPU threads; all cores without.", "model", _EVERY_ENGINE, ge=1, le=4096)] = None
+    allow_special_tokens: Annotated[bool, Knob("The name of a special token in a prompt becomes that token; otherwise it stays text.", "model")] = False
+    # ---- memory and cache
+    block_size: Annotated[int, Knob("Tokens in a block.", "memory and cache", ("run", "size"), ge=1, le=256, test=_power_of_two, says="a power of two from 1 to 256")] = 16
+    num_blocks: Annotated[int | None, Knob("KV blocks, the null block included; goes over --kv-cache-memory.", "memory and cache", _MEASURED, ge=2, le=2**31 - 1, says="at least 2 (block 0 is the null block)")] = None
+    kv_cache_memory: Annotated[int | None, Knob("Memory for KV; without, 192 MiB on a CPU, and what --gpu-memory-utilization leaves on a GPU.", "memory and cache", _MEASURED, gt=0, le=2**60, says="over 0 and at most 2^60 bytes", unit="bytes", metavar="SIZE", example="192MiB")] = None
+    kv_cache_dtype: Annotated[Literal["auto", "fp8"], Knob("Of keys and values; auto is that of --dtype, fp8 is e4m3 with a scale for each token and head.", "memory and cache", ("bench",))] = "auto"
+    gpu_memory_utilization: Annotated[float, Knob("Part of a GPU's memory that weights, activations and KV may take.", "memory and cache", gt=0, le=1)] = 0.9
+    max_model_len: Annotated[int | None, Knob("Longest sequence in tokens; the model's own without, at most what the pool holds.", "memory and cache", ge=2, le=2**31 - 1, says="at least 2")] = None
+    enable_prefix_caching: Annotated[bool, Knob("Reuse the blocks of prefixes that were computed before.", "memory and cache")] = True
+    hash_seed: Annotated[int | None, Knob("Root of the block hashes; random at each start without.", "memory and cache", ("run", "demo"), ge=0, le=2**64 - 1)] = None
+    audit: Annotated[int, Knob("Compute one of N cache hits again and compare; 0 is none.", "memory and cache", ge=0, le=2**31 - 1, metavar="N", says="0 (none) or more")] = 0
+    # ---- scheduling
+    max_num_batched_tokens: Annotated[int | None, Knob("Token budget of a step; 512 on a CPU and 2,048 on a GPU without.", "scheduling", ("run", "size"), ge=1, le=2**22)] = None
+    max_num_seqs: Annotated[int, Knob("Most sequences that run at once.", "scheduling", ge=1, le=2**16)] = 64
+    speculate: Annotated[int, Knob("Tokens that are looked up in the text so far and verified in one step; 0 is none.", "scheduling", ge=0, le=64)] = 0
+    async_scheduling: Annotated[bool | None, Knob("Plan and launch a step before the one in flight is done; without, on a GPU.", "scheduling", example="true")] = None
+    enable_chunked_prefill: Annotated[bool, Knob("Split long prompts over steps; off, a prompt waits until it fits the budget.", "scheduling")] = True
+    long_prefill_token_threshold: Annotated[int, Knob("Most tokens of one prompt in a step while others wait or run; 0 is no limit.", "scheduling", ge=0, le=2**31 - 1, says="0 (no limit) or more")] = 0
+    long_prefill_token_threshold_adaptive: Annotated[bool, Knob("That threshold is at least an equal share of the step's budget.", "scheduling")] = False
+    scheduling_policy: Annotated[Literal["fcfs", "priority"], Knob("Who is admitted first and preempted last: by arrival, or by priority (lower first) and then arrival.", "scheduling")] = "fcfs"
+    watermark: Annotated[float, Knob("Part of the usable blocks that an admission leaves free for what runs; none if nothing runs.", "scheduling", ge=0, lt=1)] = 0.0
+    max_num_queued_requests: Annotated[int | None, Knob("Requests that may wait; one more is refused. No limit without.", "scheduling", ge=1, le=2**31 - 1, says="at least 1")] = None
+    max_num_queued_tokens: Annotated[int | None, Knob("Tokens that may wait; a request that would exceed them is refused. No limit without.", "scheduling", ge=1, le=2**53, says="at least 1")] = None
+    # ---- sampling
+    seed: Annotated[int, Knob("Base of the sampling seeds of requests that have none.", "sampling", ge=0, le=2**63 - 1)] = 0
+    # fmt: on
 
     def __post_init__(self) -> None:
-        def need(ok: bool, text: str) -> None:
-            if not ok:
-                raise SetupError(text)
-
-        a, backends = self.attention_backend, ("auto", "triton", "flash-attn", "flashinfer")
-        need(a in backends, f"--attention-backend must be one of {', '.join(backends)}, not {a!r:.40}")
-        b = self.block_size
-        need(
-            1 <= b <= 256 and b & (b - 1) == 0, f"--block-size must be a power of two from 1 to 256, not {b}"
-        )
-        n = self.num_blocks
-        need(n is None or n >= 2, f"--num-blocks must be at least 2 (block 0 is the null block), not {n}")
-        m = self.kv_cache_memory
-        need(m is None or m > 0, f"--kv-cache-memory must be over 0, not {m}")
-        w = self.quantization
-        need(w in (None, "int8", "int4", "fp8"), f"--quantization must be int8, int4 or fp8, not {w!r:.40}")
-        d = self.kv_cache_dtype
-        need(d in ("auto", "fp8"), f"--kv-cache-dtype must be auto or fp8 for a live engine, not {d!r:.40}")
-        u = self.gpu_memory_utilization
-        need(0 < u <= 1, f"--gpu-memory-utilization must be over 0 and at most 1, not {u}")
-        x = self.max_model_len
-        need(x is None or x >= 2, f"--max-model-len must be at least 2, not {x}")
-        s = self.max_num_seqs
-        need(s >= 1, f"--max-num-seqs must be at least 1, not {s}")
-        k = self.speculate
-        need(0 <= k <= 64, f"--speculate must be from 0 to 64, not {k}")
-        t = self.max_num_batched_tokens
-        need(t is None or t >= 1, f"--max-num-batched-tokens must be at least 1, not {t}")
-        need(
-            t is None or t > s,
-            f"--max-num-batched-tokens ({t}) must exceed --max-num-seqs ({s}), or decodes alone would fill a step",
-        )
-        need(
-            t is None or t > s * (1 + k),
-            f"--max-num-batched-tokens ({t}) must exceed --max-num-seqs x (1 + --speculate) = {s * (1 + k)}",
-        )
-        most = self.long_prefill_token_threshold
-        need(most >= 0, f"--long-prefill-token-threshold must be 0 or more, not {most}")
-        p = self.scheduling_policy
-        need(p in ("fcfs", "priority"), f"--scheduling-policy must be fcfs or priority, not {p!r:.40}")
-        need(0 <= self.watermark < 1, f"--watermark must be at least 0 and under 1, not {self.watermark}")
-        for name in ("requests", "tokens"):
-            most = getattr(self, f"max_num_queued_{name}")
-            need(most is None or most >= 1, f"--max-num-queued-{name} must be at least 1, not {most}")
-        need(self.audit >= 0, f"--audit must be 0 (none) or more, not {self.audit}")
-        need(0 <= self.seed < 2**63, f"--seed must be between 0 and 2**63 - 1, not {self.seed}")
-        h = self.hash_seed
-        need(h is None or 0 <= h < 2**64, f"--hash-seed must be between 0 and 2**64 - 1, not {h}")
-        need(self.threads is None or self.threads >= 1, f"--threads must be at least 1, not {self.threads}")
+        check_fields(self, spell=flag)
+        budget, seqs, drafts = self.max_num_batched_tokens, self.max_num_seqs, self.speculate
+        if budget is not None and budget <= seqs:
+            raise KnobError(
+                f"{{}} ({budget}) must exceed {{}} ({seqs}), or decodes alone would fill a step",
+                *("max_num_batched_tokens", "max_num_seqs"),
+                spell=flag,
+            )
+        if budget is not None and budget <= seqs * (1 + drafts):
+            raise KnobError(
+                f"{{}} ({budget}) must exceed {{}} x (1 + {{}}) = {seqs * (1 + drafts)}",
+                *("max_num_batched_tokens", "max_num_seqs", "speculate"),
+                spell=flag,
+            )

@@ -1,130 +1,86 @@
-"""SamplingParams: what a request may ask of the sampler and of stopping, validated once.
+"""SamplingParams: what a request may ask of the sampler and of stopping, checked once.
 
-Owns the fields, their ranges and their messages; None means "the model's own default" and is
-resolved by `resolved()` against the model's generation_config before a request is queued.
+Owns the knobs of sampling: their defaults, ranges and help. The command line, the lines of --prompts, the config file
+and docs/options.md are made from these fields. None means "the model's own default"; `resolved` takes it from the
+model's generation_config before a request is queued.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from math import isfinite
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from engine.step.beam import EarlyStopping
+from engine.knobs import Knob, KnobError, check_fields
+
+EarlyStopping = Literal["no", "yes", "never"]
 
 MOST_LOGPROBS = 20
+
+_JSONL = ()
+"""Commands of a knob that a line of --prompts or Python may set, but no option."""
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """Sampling and stopping of one request. Raises ValueError with one line that names the field."""
+    """Sampling and stopping of one request. Raises ValueError with one line that names the field.
 
-    max_tokens: int = 256
-    """Most tokens to generate, at least 1; of each sample."""
-    n: int = 1
-    """Samples of one prompt, which hold its blocks once; sample b draws as branch b of the seed."""
-    beam_width: int = 1
-    """Over 1: beam search with so many beams; the best hypothesis is the answer, nothing is drawn."""
-    length_penalty: float = 1.0
-    """Of beam search: a hypothesis scores its log probability / its length to this power, -10 to 10."""
-    early_stopping: EarlyStopping = "no"
-    """Of beam search: `yes` with beam_width hypotheses, `no` when the best beam cannot beat them as long as it
-    is, `never` when it cannot at any length."""
-    temperature: float | None = None
-    """0 is greedy; None takes the model's default, else greedy, or 0.7 where n is over 1."""
-    top_k: int | None = None
-    """Keep the k most likely tokens; 0 keeps all."""
-    top_p: float | None = None
-    """Keep the smallest set whose probability reaches p, 0 < p <= 1."""
-    min_p: float | None = None
-    """Drop tokens less likely than min_p times the most likely one, 0 <= min_p < 1."""
-    seed: int | None = None
-    """None derives one from the engine's seed and the request's number."""
-    stop: tuple[str, ...] = ()
-    """Texts that end the output; not part of it."""
-    stop_token_ids: tuple[int, ...] = ()
-    """Token ids that end the output, beside the model's EOS ids."""
-    ignore_eos: bool = False
-    """Go on after an EOS token (for measurements)."""
-    min_tokens: int = 0
-    """Neither EOS nor a stop token is drawn, no stop text ends the output, before so many tokens."""
-    repetition_penalty: float | None = None
-    """Divides (or, under 0, multiplies) the logit of every token of prompt and output; over 0, at most 10."""
-    presence_penalty: float = 0.0
-    """Taken off the logit of every token in the output, -2 to 2."""
-    frequency_penalty: float = 0.0
-    """Taken off the logit of a token for each time that it stands in the output, -2 to 2."""
-    logit_bias: tuple[tuple[int, float], ...] = ()
-    """(token id, what is added to its logit, -100 to 100); a mapping is taken too."""
-    bad_words: tuple[str, ...] = ()
-    """Texts that must not come up, with or without a space before them; at most 100."""
-    bad_word_ids: tuple[tuple[int, ...], ...] = ()
-    """The same as token ids; what `bad_words` says is added here once a tokenizer is at hand."""
-    logprobs: int | None = None
-    """Tell the log probability of each token and of the k likeliest in its place, 0 to 20; None tells none.
-    They are the model's own, before bias, penalties and filters."""
+    Each list is stored as a tuple. `logit_bias` may be a mapping. None of temperature, top_k, top_p, min_p and
+    repetition_penalty means the model's own default; see `resolved`.
+    """
+
+    # fmt: off
+    max_tokens: Annotated[int, Knob("Most tokens to generate, in each sample.", "sampling", ge=1, le=2**31 - 1, says="at least 1, and under 2**31")] = 256
+    n: Annotated[int, Knob("Samples of each prompt, which share its blocks.", "sampling", ge=1, le=1024)] = 1
+    beam_width: Annotated[int, Knob("Beams; over 1 the answer is the best hypothesis of a beam search.", "sampling", ge=1, le=256, short=("--beam",))] = 1
+    length_penalty: Annotated[float, Knob("Of beam search: over 1 favours long answers, under 1 short ones.", "sampling", ge=-10, le=10)] = 1.0
+    early_stopping: Annotated[EarlyStopping, Knob("Beam search ends: yes with the first hypotheses, no or never when none can get better.", "sampling")] = "no"
+    temperature: Annotated[float | None, Knob("0 is greedy; without, the model's own.", "sampling", ge=0, le=100)] = None
+    top_k: Annotated[int | None, Knob("Keep the k most likely tokens; 0 keeps all. Without, the model's own.", "sampling", ge=0, le=2**63 - 1, says="0 (all) or more, and under 2**63")] = None
+    top_p: Annotated[float | None, Knob("Keep the smallest set of tokens whose probability reaches p. Without, the model's own.", "sampling", gt=0, le=1)] = None
+    min_p: Annotated[float | None, Knob("Drop tokens less likely than this part of the most likely one. Without, the model's own.", "sampling", ge=0, lt=1)] = None
+    seed: Annotated[int | None, Knob("Of this request; without, made from the engine's seed and the request's number.", "sampling", _JSONL, ge=0, le=2**63 - 1)] = None
+    stop: Annotated[tuple[str, ...], Knob("Text that ends an answer and is no part of it; may be given several times.", "sampling", metavar="TEXT", example="END")] = ()
+    stop_token_ids: Annotated[tuple[int, ...], Knob("Token id that ends an answer, besides the model's own; may be given several times.", "sampling", ge=0, le=2**31 - 1, says="0 or more, and under 2**31", example=2)] = ()
+    ignore_eos: Annotated[bool, Knob("Go on after an end token (for measurements).", "sampling")] = False
+    min_tokens: Annotated[int, Knob("An answer has at least this many tokens.", "sampling", ge=0, le=2**31 - 1, says="0 or more")] = 0
+    repetition_penalty: Annotated[float | None, Knob("Over 1: tokens of the prompt and the answer become less likely. Without, the model's own.", "sampling", gt=0, le=10)] = None
+    presence_penalty: Annotated[float, Knob("Taken off the logit of each token that is in the answer.", "sampling", ge=-2, le=2)] = 0.0
+    frequency_penalty: Annotated[float, Knob("Taken off the logit of a token for each time that it is in the answer.", "sampling", ge=-2, le=2)] = 0.0
+    logit_bias: Annotated[tuple[tuple[int, float], ...], Knob("Token ids, and what is added to the logit of each, from -100 to 100.", "sampling", _JSONL, says="a list of pairs of a token id and a number")] = ()
+    bad_words: Annotated[tuple[str, ...], Knob("Text that must not come up, with or without a space before it; may be given several times.", "sampling", metavar="TEXT", most=100, example="sorry")] = ()
+    bad_word_ids: Annotated[tuple[tuple[int, ...], ...], Knob("The same as lists of token ids.", "sampling", _JSONL, says="a list of lists of token ids")] = ()
+    logprobs: Annotated[int | None, Knob("With --json: the log probability of each token, and of the k most likely ones. The model's own, before bias, penalties and filters.", "sampling", ge=0, le=MOST_LOGPROBS)] = None
+    # fmt: on
 
     def __post_init__(self) -> None:
-        def need(ok: bool, text: str) -> None:
-            if not ok:
-                raise ValueError(text)
-
-        need(self.max_tokens >= 1, f"max_tokens must be at least 1, not {self.max_tokens}")
-        need(1 <= self.n <= 1024, f"n must be between 1 and 1024, not {self.n}")
-        t, k, p = self.temperature, self.top_k, self.top_p
-        need(t is None or 0 <= t <= 100, f"temperature must be between 0 and 100, not {t}")
-        need(k is None or k >= 0, f"top_k must be 0 (all) or more, not {k}")
-        need(p is None or 0 < p <= 1, f"top_p must be over 0 and at most 1, not {p}")
-        m = self.min_p
-        need(m is None or 0 <= m < 1, f"min_p must be at least 0 and under 1, not {m}")
-        need(not isinstance(self.stop, str), f"stop must be a tuple of texts, not the text {self.stop!r:.40}")
-        need(all(self.stop), "stop must not contain an empty text")
-        ids = self.stop_token_ids
-        need(all(i >= 0 for i in ids), f"stop_token_ids must be 0 or more, not {min(ids, default=0)}")
+        if isinstance(self.logit_bias, Mapping):
+            object.__setattr__(self, "logit_bias", tuple(self.logit_bias.items()))
+        check_fields(self)
+        _need("" not in self.stop, "{} must not contain an empty text", "stop")
         n = self.min_tokens
-        need(
-            0 <= n <= self.max_tokens, f"min_tokens must be from 0 to max_tokens ({self.max_tokens}), not {n}"
-        )
-        r = self.repetition_penalty
-        need(r is None or 0 < r <= 10, f"repetition_penalty must be over 0 and at most 10, not {r}")
-        for name in ("presence_penalty", "frequency_penalty"):
-            penalty = getattr(self, name)
-            need(-2 <= penalty <= 2, f"{name} must be between -2 and 2, not {penalty}")
-        pairs = self.logit_bias.items() if isinstance(self.logit_bias, Mapping) else self.logit_bias
-        object.__setattr__(self, "logit_bias", tuple(sorted((int(i), float(b)) for i, b in pairs)))
-        for i, bias in self.logit_bias:
-            need(i >= 0, f"logit_bias must name token ids from 0 on, not {i}")
-            need(
-                isfinite(bias) and -100 <= bias <= 100, f"logit_bias must be between -100 and 100, not {bias}"
+        if n > self.max_tokens:
+            raise KnobError(
+                f"{{}} must be from 0 to {{}} ({self.max_tokens}), not {n}", "min_tokens", "max_tokens"
             )
-        given = [i for i, _ in self.logit_bias]
-        need(len(set(given)) == len(given), "logit_bias must name a token once")
-        words = self.bad_words
-        need(not isinstance(words, str), f"bad_words must be a tuple of texts, not the text {words!r:.40}")
-        need(all(w.strip() for w in words), "bad_words must not contain an empty text")
-        need(len(words) <= 100, f"bad_words must be at most 100, not {len(words)}")
-        need(all(self.bad_word_ids), "bad_word_ids must not contain an empty word")
-        need(all(i >= 0 for w in self.bad_word_ids for i in w), "bad_word_ids must be 0 or more")
-        k = self.logprobs
-        need(k is None or 0 <= k <= MOST_LOGPROBS, f"logprobs must be from 0 to {MOST_LOGPROBS}, not {k}")
-        w = self.beam_width
-        need(1 <= w <= 256, f"beam_width must be between 1 and 256, not {w}")
-        need(
-            -10 <= self.length_penalty <= 10,
-            f"length_penalty must be from -10 to 10, not {self.length_penalty}",
-        )
-        e = self.early_stopping
-        need(e in ("no", "yes", "never"), f"early_stopping must be no, yes or never, not {e!r:.40}")
-        if w > 1:
+        object.__setattr__(self, "logit_bias", tuple(sorted(self.logit_bias)))
+        for i, bias in self.logit_bias:
+            _need(0 <= i < 2**31, f"{{}} must name token ids from 0 to under 2**31, not {i}", "logit_bias")
+            _need(-100 <= bias <= 100, f"{{}} must be between -100 and 100, not {bias}", "logit_bias")
+        given = {i for i, _ in self.logit_bias}
+        _need(len(given) == len(self.logit_bias), "{} must name a token once", "logit_bias")
+        _need(all(w.strip() for w in self.bad_words), "{} must not contain an empty text", "bad_words")
+        _need(all(self.bad_word_ids), "{} must not contain an empty word", "bad_word_ids")
+        ids = [i for word in self.bad_word_ids for i in word]
+        _need(all(0 <= i < 2**31 for i in ids), "{} must be 0 or more, and under 2**31", "bad_word_ids")
+        if self.beam_width > 1:
             plain = self.n == 1 and not self.stop and self.logprobs is None
             shaped = self.shapes_logits or bool(self.bad_words)
-            need(
+            _need(
                 plain and not shaped,
-                "beam_width over 1 goes with neither n, stop texts, penalties nor logprobs",
+                "{} over 1 goes with neither n, stop texts, penalties nor logprobs",
+                "beam_width",
             )
-        s = self.seed
-        need(s is None or 0 <= s < 2**63, f"seed must be between 0 and 2**63 - 1, not {s}")
 
     def resolved(self, defaults: dict[str, Any], seed: int) -> SamplingParams:
         """Copy without None: `defaults` is the model's generation_config (do_sample, temperature, top_k, top_p,
@@ -187,6 +143,11 @@ class SamplingParams:
     def as_dict(self) -> dict[str, Any]:
         """Plain values for RequestQueued.params."""
         return {f.name: _plain(getattr(self, f.name)) for f in fields(self)}
+
+
+def _need(ok: bool, template: str, *knobs: str) -> None:
+    if not ok:
+        raise KnobError(template, *knobs)
 
 
 def _plain(value: Any) -> Any:

@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from heapq import nlargest
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
-EarlyStopping = Literal["no", "yes", "never"]
+from engine.params import EarlyStopping
 
 
 class Move(NamedTuple):

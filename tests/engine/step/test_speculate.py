@@ -129,7 +129,7 @@ def test_the_budget_must_exceed_the_sequences_with_their_drafts() -> None:
     with pytest.raises(SetupError, match=r"must exceed --max-num-seqs x \(1 \+ --speculate\) = 64"):
         EngineConfig(max_num_seqs=16, max_num_batched_tokens=64, speculate=3)
     EngineConfig(max_num_seqs=16, max_num_batched_tokens=65, speculate=3)
-    with pytest.raises(SetupError, match="--speculate must be from 0 to 64"):
+    with pytest.raises(SetupError, match="--speculate must be between 0 and 64"):
         EngineConfig(speculate=-1)
 
 
