@@ -1,7 +1,7 @@
-"""Clocks that an engine lives by: the wall's, and a virtual one for engines that only pretend to compute.
+"""The clock of an engine: real time, or a virtual clock for an engine that only simulates its steps.
 
-Owns how time passes while the engine steps and while it waits. Only the engine's thread moves a virtual clock;
-everybody may read it. Invariant: no reader ever sees a clock go back.
+Owns how time passes while the engine steps and while it waits. Only the engine's thread moves a virtual clock; any
+thread may read it. Invariant: no reader ever sees a clock go back.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 MOST_LAG = 0.1
-"""Seconds of the wall that a paced clock catches up with; what is beyond (a pause, a slow machine) is let go."""
+"""Most seconds of real time that a paced clock catches up with. A longer delay (a pause, a slow machine) is dropped."""
 
 
 class Clock(Protocol):
-    """Seconds since the engine was made."""
+    """Seconds since the engine was created."""
 
     def now(self) -> float:
         """From any thread."""
         ...
 
     def wait(self, wake: threading.Event, until: float | None) -> None:
-        """Let time pass until `wake` is set or the clock says `until`; the engine has nothing to do."""
+        """The engine has nothing to do: let time pass until `wake` is set or the clock reaches `until`."""
         ...
 
 
@@ -34,7 +34,7 @@ class WallClock:
         self._start = time.perf_counter()
 
     def now(self) -> float:
-        """Seconds since this clock was made."""
+        """Seconds since this clock was created."""
         return time.perf_counter() - self._start
 
     def wait(self, wake: threading.Event, until: float | None) -> None:
@@ -43,7 +43,7 @@ class WallClock:
 
 
 class _Flow(NamedTuple):
-    """Time that passes by itself from `start` at the wall's `since`, until it stands at `end`."""
+    """A stretch of time: it begins at `start` when real time is `since`, and stops at `end`."""
 
     start: float
     since: float
@@ -51,9 +51,9 @@ class _Flow(NamedTuple):
 
 
 class VirtualClock:
-    """Time that passes in steps of what they would take, `speed` virtual seconds a second of the wall.
+    """Each step takes the time that it would take on the simulated device: `speed` virtual seconds per real second.
 
-    speed None: as fast as possible; time then stands still while the engine waits for somebody.
+    speed None: as fast as possible. Then no time passes while the engine waits for a request.
     """
 
     def __init__(self, speed: float | None = None, wall: Callable[[], float] = time.perf_counter) -> None:
@@ -61,33 +61,33 @@ class VirtualClock:
         self._wall = wall
         self._time = 0.0
         self._due = wall()
-        """Where the wall stood, or should have stood, when the clock said `_time`."""
+        """The real time at which the clock showed `_time`, or should have shown it."""
         self._flow: _Flow | None = None
         self._lock = threading.Lock()
         self._closed = threading.Event()
 
     def start(self, at: float) -> None:
-        """Begin there: what was told before by another clock stays in order."""
+        """Start at this time, so that events stamped by another clock before stay in order."""
         self._time, self._due = at, self._wall()
 
     def now(self) -> float:
-        """From any thread. While a step is under way: how far it has come."""
+        """From any thread. During a step: how far it has come."""
         with self._lock:
             return self._now()
 
     def advance(self, seconds: float) -> None:
-        """A step of so many virtual seconds: returns when the wall has seen it, too."""
+        """Runs a step of this many virtual seconds. Returns when it is over in real time too."""
         self._pass(self._time + seconds, self._closed)
 
     def wait(self, wake: threading.Event, until: float | None) -> None:
-        """Nothing to do until `wake` is set or the clock says `until`."""
+        """Nothing to do until `wake` is set or the clock reaches `until`."""
         if self.speed is None and until is None:
             wake.wait()
         elif until is None or until > self._time:
             self._pass(until, wake)
 
     def close(self) -> None:
-        """Every step from now on takes no time on the wall: the engine is asked to end."""
+        """From now on steps take no real time, because the engine shall end."""
         self._closed.set()
 
     def _now(self) -> float:
@@ -97,7 +97,7 @@ class VirtualClock:
         return max(self._time, min(flow.end, flow.start + (self._wall() - flow.since) * self.speed))
 
     def _pass(self, end: float | None, early: threading.Event) -> None:
-        """Move to `end`, or to wherever time has come when `early` is set."""
+        """Move to `end`, or to the time at which `early` is set."""
         if self.speed is None:
             assert end is not None, "time that does not pass by itself needs an end"
             self._time = end

@@ -1,8 +1,8 @@
-"""Load: a workload being played against an engine's clock.
+"""Load: the requests of a workload, as they arrive on the engine's clock.
 
-Owns what comes next. Every draw has a generator of its own, named after what it decides, so that a prompt is the same
-whenever it comes: open arrivals do not depend on the engine at all, a closed loop only by when it answers. Called
-from the engine's thread alone.
+Owns which request comes next. Each kind of decision has a random generator of its own, so a prompt is the same whenever
+it arrives. Open arrivals do not depend on the engine at all. A closed loop depends only on the times of the answers.
+Called only from the engine's thread.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Span = tuple[int, int, str, str]
 
 @dataclass(slots=True, eq=False)
 class Arrival:
-    """One request. at: when it comes, on the engine's clock. stream: its name."""
+    """One request. at: its time of arrival, on the engine's clock. stream: the name of its stream."""
 
     at: float
     token_ids: list[int]
@@ -47,7 +47,7 @@ class Arrival:
 
 @dataclass(slots=True, eq=False)
 class _User:
-    """Somebody in a closed loop, and the conversation so far."""
+    """A user in a closed loop, and the conversation so far."""
 
     number: int
     turn: int = 0
@@ -56,7 +56,7 @@ class _User:
 
 
 class Load:
-    """`language` spells the prompts; second 0 of the workload is `start` on the engine's clock."""
+    """`language` makes the text of the prompts. Second 0 of the workload is `start` on the engine's clock."""
 
     def __init__(self, workload: Workload, language: Language, start: float) -> None:
         self.workload = workload
@@ -70,16 +70,16 @@ class Load:
 
     @property
     def next_at(self) -> float | None:
-        """When the next request comes, as far as that is known."""
+        """When the next request arrives. None if that is not known yet."""
         return self._start + self._next[0][0] if self._next else None
 
     @property
     def over(self) -> bool:
-        """Nothing will come any more."""
+        """No request will arrive any more."""
         return all(p.left == 0 for p in self._players)
 
     def take(self, now: float) -> list[Arrival]:
-        """What has come by `now`, in order."""
+        """The requests that have arrived by `now`, in order."""
         out: list[Arrival] = []
         while self._next and self._start + self._next[0][0] <= now:
             at, _, player, user = heapq.heappop(self._next)
@@ -92,7 +92,7 @@ class Load:
         return out
 
     def finished(self, arrival: Arrival, now: float, output_ids: Sequence[int]) -> None:
-        """Its answer is complete (or will not come): a user in a closed loop thinks, then goes on."""
+        """The answer of a request is complete or will never come. In a closed loop the user thinks, then continues."""
         if arrival.user is None:
             return
         player = next(p for p in self._players if p.stream.name == arrival.stream)
@@ -113,7 +113,7 @@ class _Player:
         self._language = language
         self._prefixes: dict[int, list[int]] = {}
         self.left = stream.requests
-        """Requests that are still to come."""
+        """Requests that have not arrived yet."""
         self._made = 0
         self._times = islice(self._open(), stream.requests)
         self._turns = self._deal()
@@ -121,7 +121,7 @@ class _Player:
     # ------------------------------------------------------------------------------------------ when
 
     def begin(self) -> Iterator[tuple[float, _User | None]]:
-        """Who comes first, and when."""
+        """Puts the first arrivals in line."""
         arrivals = self.stream.arrivals
         if not isinstance(arrivals, Closed):
             yield from ((at, None) for at in self.later())
@@ -134,7 +134,7 @@ class _Player:
         return islice(self._times, 1)
 
     def answered(self, user: _User, now: float, arrival: Arrival, output_ids: Sequence[int]) -> float | None:
-        """When this user asks again; None: never."""
+        """When this user asks again. None: never."""
         arrivals, prompts = self.stream.arrivals, self.stream.prompts
         assert isinstance(arrivals, Closed)
         user.turn += 1
@@ -170,7 +170,7 @@ class _Player:
     # ------------------------------------------------------------------------------------------ what
 
     def ask(self, at: float, user: _User | None) -> Arrival | None:
-        """The next request; None if other users have asked all there were."""
+        """The next request. None if other users have taken all of them."""
         if not self.left:
             return None
         self.left -= 1
@@ -208,7 +208,7 @@ class _Player:
         return ids, [*spans, (start, len(ids), "user", "")]
 
     def _prefix(self, i: int, length: Length) -> tuple[list[int], list[Span]]:
-        """The i-th text that prompts of this stream begin with."""
+        """The i-th common prefix of this stream."""
         ids = self._prefixes.get(i)
         if ids is None:
             tokens = length.draw(self._chance(f"prefix/{i}"))
@@ -217,13 +217,13 @@ class _Player:
         return ids[:], [(0, len(ids), "system", f"{self.stream.name} {i + 1}")]
 
     def _dealt(self, number: int, kinds: int) -> int:
-        """Which of `kinds` the request of this number gets: each once, shuffled, then each once again."""
+        """Which of `kinds` the request with this number gets. Each comes once in random order, then again, …"""
         deck = list(range(kinds))
         self._chance(f"deck/{number // kinds}").shuffle(deck)
         return deck[number % kinds]
 
     def _deal(self) -> Iterator[int]:
-        """The groups of SGLang's data set, each as often as it has prompts, in random order."""
+        """The groups of SGLang's data set in random order, each as often as it has prompts."""
         prompts = self.stream.prompts
         if not isinstance(prompts, SharedPrefix):
             return iter(())

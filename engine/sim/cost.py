@@ -1,8 +1,8 @@
-"""How long a step of a decoder takes on a machine that is not there: a roofline per part, plus overheads.
+"""How long a step of a decoder takes on a GPU that is not there: a roofline for each part, plus overheads.
 
-Owns the model and its constants, each with where it comes from. A step is the sum of its parts; a part takes
+Owns the model and its constants, each with its source. A step is the sum of its parts. A part takes
 max(bytes / bandwidth, operations / rate), both at the fraction of the published limit that real kernels reach.
-Nothing is fitted per model or per device: eight fractions and five overheads serve all of them. Against 40
+Nothing is fitted per model or per device: all of them use the same eight fractions and five overheads. Against 40
 published figures (tests/benchmarks/cost_model.py) the mean error is 9 %, the worst 22 %. Imports no torch.
 """
 
@@ -21,48 +21,48 @@ from engine.sizing.weight_count import count_parameters
 
 # Fractions of a published limit.
 READ_WEIGHTS = 0.85
-"""Of the memory bandwidth, matrices of 16 or 8 bits that tensor cores take as they are. gpt-fast's README: 1,411 GB/s
-of an A100's 2,039 with all overhead in it; a plain copy on an H200 reaches 0.90."""
+"""Of the memory bandwidth, for matrices of 16 or 8 bits that tensor cores multiply directly. gpt-fast's README:
+1,411 GB/s of an A100's 2,039 including all overhead. A plain copy on an H200 reaches 0.90."""
 READ_PACKED = 0.64
-"""The same for weights that are unpacked on the way (int4, int8, FP8 without FP8 cores): gpt-fast's int8 and int4
-lines, 863 to 1,031 GB/s with all overhead in it."""
+"""The same for weights that must be unpacked first (int4, int8, FP8 without FP8 cores). gpt-fast's int8 and int4 lines:
+863 to 1,031 GB/s including all overhead."""
 READ_KV = 0.80
-"""Attention that decodes, page by page: what paged kernels reach from some 64 MB of KV on."""
+"""Of the memory bandwidth, for attention in decode: what paged kernels reach from about 64 MB of KV on."""
 READ_REST = 0.85
-"""Norms, rotary embedding, activation functions: plain streams, as a copy."""
+"""Of the memory bandwidth, for norms, rotary embedding and activation functions: they read and write like a copy."""
 GEMM_16 = 0.68
-"""Of the tensor cores' BF16 rate: TensorRT-LLM's first token of Llama 2 7B after 2,048 on an A100 is 0.68 of it."""
+"""Of the tensor cores' BF16 rate. TensorRT-LLM, first token of Llama 2 7B after 2,048 tokens on an A100: 0.68."""
 GEMM_8 = 0.55
-"""Of their FP8 rate, where power and quantisation of activations bite: TensorRT-LLM 1.0, Llama 3.3 70B, 2,048 in and
-128 out on an H200, is 0.50 of it over everything."""
+"""Of their FP8 rate, which power and the quantisation of activations limit. TensorRT-LLM 1.0, Llama 3.3 70B, 2,048 in
+and 128 out on an H200: 0.50 over everything."""
 ATTEND = 0.50
-"""Of the BF16 rate, attention over a prompt: FlashAttention in Triton 0.48, FlashAttention-3 0.62 of an H100's."""
+"""Of the BF16 rate, for attention over a prompt. On an H100 FlashAttention in Triton: 0.48, FlashAttention-3: 0.62."""
 EXCHANGE = 0.70
-"""Of a link's rate, all-reduce of large tensors (NCCL's bus bandwidth over NVLink)."""
+"""Of the rate of a link, for an all-reduce of large tensors (NCCL's bus bandwidth over NVLink)."""
 
 # Overheads, in seconds.
 KERNELS = 10
 """Kernels a layer in a fused decoder: norm, QKV, rotary and store, attention and its combine, output, norm, up,
 activation, down."""
 BOUNDARY = 3.8e-6
-"""Between two of them inside a CUDA graph: 1.3 us of launch (Hazy Research, no-bubbles megakernel), the rest the drain
-and refill of the memory pipes; with it vLLM's 7.28 ms a token for Qwen3-8B on an H100 comes out."""
+"""Between two kernels inside a CUDA graph: 1.3 us for the launch (Hazy Research, no-bubbles megakernel), and the rest
+to empty and fill the memory pipelines. Chosen so that vLLM's 7.28 ms a token for Qwen3-8B on an H100 comes out."""
 HOP = 8e-6
-"""One all-reduce of nothing over NVLink."""
+"""One empty all-reduce over NVLink."""
 STEP = 0.5e-3
-"""Per step on the host that no overlap hides: schedule, inputs, the sampled tokens' way back."""
+"""Host time of a step that nothing overlaps: scheduling, inputs, the way back of the sampled tokens."""
 PER_SEQUENCE = 6e-6
-"""Per sequence and step: its row, its sampling, its share of the scheduler."""
+"""For each sequence and step: its row, its sampling, its share of the scheduler."""
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What a decoder does for a token, from its config.json. Parameters count multiply-adds, too."""
+    """What a decoder does for a token, from its config.json. The parameters are also the multiply-adds."""
 
     shape: KvShape
     hidden: int
     dense: int
-    """Parameters that every token passes through, embeddings and head aside."""
+    """Parameters that every token passes through, without embeddings and head."""
     experts: int
     """Parameters of all experts of all layers; 0 in a dense model."""
     chosen: float
@@ -70,13 +70,13 @@ class Work:
     head: int
     """Parameters of the output projection."""
     wide: int
-    """Values a token that kernels between the matrices move, in widths that a machine splits."""
+    """Values per token that the kernels between the matrices move, in sizes that several GPUs share."""
     narrow: int
-    """The same in the width of the hidden state, which every GPU moves for itself."""
+    """The same in the size of the hidden state, which every GPU moves as a whole."""
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Work:
-        """From a config.json. Raises SetupError for a family whose weights nobody counted."""
+        """From a config.json. Raises SetupError for a family whose weights cannot be counted."""
         shape = KvShape.from_config(config)
         part = {k: v for k, v in text_part(config).items() if k != "vision_config"}
         counted = count_parameters(part)
@@ -101,7 +101,7 @@ class Work:
             experts,
             picked / held if idle else 1.0,
             head,
-            # rotary embedding reads and writes what becomes Q and K; the gate reads two halves and writes one
+            # the rotary embedding reads and writes Q and K; the gate reads two halves and writes one
             width + 3 * inner * layers,
             # two norms with their residual: each reads two and writes two
             8 * hidden * layers,
@@ -109,14 +109,14 @@ class Work:
 
 
 class StepTime(NamedTuple):
-    """Seconds of one step by part, and what moved. total: from one step's start to the next one's."""
+    """Seconds of one step by part, and the bytes moved. total: from the start of one step to that of the next."""
 
     linear: float
     attention: float
     between: float
     """Norms, rotary embedding, activation functions."""
     exchange: float
-    """All-reduces of a machine of several GPUs."""
+    """All-reduces, if there are several GPUs."""
     launch: float
     sample: float
     """Output projection and sampling."""
@@ -126,12 +126,12 @@ class StepTime(NamedTuple):
 
     @property
     def forward(self) -> float:
-        """What the GPU does before it samples."""
+        """Seconds of the GPU before it samples."""
         return self.linear + self.attention + self.between + self.exchange + self.launch
 
     @property
     def gpu(self) -> float:
-        """Seconds in which a kernel runs or is about to."""
+        """Seconds in which a kernel runs or is being launched."""
         return self.forward + self.sample
 
     @property
@@ -140,7 +140,7 @@ class StepTime(NamedTuple):
 
 
 class Cost:
-    """A decoder in a weight format (a name of sizing.BITS) and a width of KV values on a machine."""
+    """A decoder on a machine, with a format of weights (a name in sizing.BITS) and a size of KV values."""
 
     def __init__(self, work: Work, machine: Machine, weights: str = "bf16", value_bytes: int = 2) -> None:
         gpu, n = machine.gpu, machine.count
@@ -150,10 +150,10 @@ class Cost:
         self._weight_bytes = BITS[weights] / 8
         self._read = gpu.bandwidth * n * (READ_PACKED if packed else READ_WEIGHTS)
         self._rate = n * (GEMM_8 * (gpu.fp8 or 0) if eight else GEMM_16 * gpu.bf16)
-        # quantised models leave the output projection at 16 bits
+        # quantised models keep the output projection at 16 bits
         self._head_bytes = work.head * 2
         self._head_read, self._head_rate = gpu.bandwidth * n * READ_WEIGHTS, GEMM_16 * gpu.bf16 * n
-        # A KV head is held whole: with more GPUs than heads some hold the same one.
+        # A KV head is never split. With more GPUs than heads, some GPUs hold the same head.
         self._kv_gpus = min(n, work.shape.kv_heads)
         self._kv_read = gpu.bandwidth * self._kv_gpus * READ_KV
         self._groups = [
@@ -163,7 +163,7 @@ class Cost:
         self._windowless = all(g.window is None for g in work.shape.groups)
         self._token_kv = sum(bytes_ for bytes_, _, _ in self._groups)
         self._pair = sum(ops for _, ops, _ in self._groups)
-        # A latent is not unfolded to decode: every head attends over the latent itself.
+        # In decode a latent is not expanded: every head attends to the latent itself.
         latent = work.shape.attention == "latent"
         self._decode_pair = 4 * work.shape.heads * work.shape.values if latent else self._pair
         self._attend = ATTEND * gpu.bf16 * n
@@ -175,8 +175,7 @@ class Cost:
         self._exchange = reduces * HOP
 
     def step(self, rows: Iterable[tuple[int, int]], samples: int) -> StepTime:
-        """rows: (tokens before, tokens now) of each sequence; samples: rows that also sample. Nothing to do for
-        no rows is not asked."""
+        """rows: (tokens before, tokens now) of each sequence, at least one. samples: how many rows also sample."""
         tokens = count = 0
         decode = read = pairs = 0
         if self._windowless:
@@ -227,16 +226,16 @@ class Cost:
 
 
 def _windowed(start: int, n: int, window: int | None) -> tuple[int, int]:
-    """Tokens whose KV is read, and (query, key) pairs, of `n` tokens after `start`."""
+    """For `n` tokens after `start`: tokens whose KV is read, and (query, key) pairs."""
     if window is None:
         return start + n, n * start + n * (n + 1) // 2
-    short = max(0, min(n, window - start))  # queries that still see everything before them
+    short = max(0, min(n, window - start))  # queries whose window still covers all tokens before them
     pairs = short * start + short * (short + 1) // 2 + (n - short) * window
     return min(start + n, window - 1 + n), pairs
 
 
 def _experts(keys: Keys) -> tuple[int, int]:
-    """(experts of a layer, of them a token's); (1, 1) in a dense model."""
+    """(experts of a layer, experts of a token). (1, 1) in a dense model."""
     held = next(
         (keys.count(k) for k in ("n_routed_experts", "num_local_experts", "num_experts") if k in keys.values),
         1,

@@ -1,7 +1,7 @@
-"""Machines that a simulated engine can stand on: one GPU or several of a kind, with their published limits.
+"""The machines of a simulated engine: one GPU or several of a kind, with their published limits.
 
-Owns the reading of devices.toml and of names like `h100` or `4xh100`. Figures are the makers' own, per GPU; how
-much of them an engine reaches is engine.cost's business.
+Owns the reading of devices.toml and of names like `h100` or `4xh100`. The figures are those of the makers, per GPU.
+engine.sim.cost says which part of them an engine reaches.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from engine.errors import SetupError
 
 MOST_GPUS = 64
-"""Of one machine: beyond that one all-reduce a layer is no longer how models are split."""
+"""Most GPUs of one machine. With more, models are not split with one all-reduce a layer any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,22 +29,22 @@ class Gpu:
     bandwidth: float
     bf16: float
     fp8: float | None
-    """None: no FP8 tensor cores."""
+    """None if there are no FP8 tensor cores."""
     link: float
-    """Bytes/s to the neighbours, per direction."""
+    """Bytes/s to the other GPUs, in one direction."""
     source: str
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """`count` GPUs of a kind that share every layer between them (tensor parallelism)."""
+    """`count` GPUs of a kind that split every layer (tensor parallelism)."""
 
     gpu: Gpu
     count: int = 1
 
     @property
     def label(self) -> str:
-        """For people: "H100", "4x H100"."""
+        """The name to show: "H100", "4x H100"."""
         return self.gpu.label if self.count == 1 else f"{self.count}x {self.gpu.label}"
 
     @property
@@ -55,7 +55,7 @@ class Machine:
 
 @lru_cache(1)
 def gpus() -> dict[str, Gpu]:
-    """All of them by name, in the order of the file."""
+    """All GPUs by name, in the order of the file."""
     table = tomllib.loads(Path(__file__).with_name("devices.toml").read_text("utf-8"))
     return {
         name: Gpu(
@@ -73,7 +73,7 @@ def gpus() -> dict[str, Gpu]:
 
 
 def find(name: str) -> Machine:
-    """`h100`, `RTX 4070`, `4xh100`. Raises SetupError with the nearest names."""
+    """A machine from `h100`, `RTX 4070` or `4xh100`. Raises SetupError with the most similar names."""
     given = " ".join(name.lower().split())
     parts = re.fullmatch(r"(?:(\d{1,4}) ?[x×] ?)?(.{1,40})", given)
     count, kind = (int(parts[1] or 1), parts[2].replace(" ", "-").replace("_", "-")) if parts else (0, given)

@@ -1,7 +1,7 @@
 """Playing: a workload whose requests arrive at a running engine.
 
-Owns the load that is under way, which request is whose, and the counts that other threads read. Lives in
-the engine thread but for `asked`.
+Owns the load that is running, the mapping from requests to arrivals, and the counts that other threads read. All
+methods except `asked` are called in the engine thread.
 """
 
 from __future__ import annotations
@@ -16,33 +16,33 @@ from engine.step.sequence import Request
 
 
 class Playing:
-    """One load at a time. new_id: number of the next request."""
+    """Plays one load at a time. new_id: gives the number of the next request."""
 
     def __init__(self, new_id: Callable[[], int]) -> None:
         self._new_id = new_id
         self._load: Load | None = None
         self._arrivals: dict[int, Arrival] = {}
-        """Requests of the load that are under way."""
+        """Requests of the load that are not finished."""
         self._asked = self._over = 0
         self.requests = 0
-        """Requests of loads that have come so far."""
+        """Requests that have arrived from loads so far."""
 
     def asked(self) -> None:
-        """A caller, in its own thread, has asked for a load: none is over before this one is."""
+        """A caller has asked for a load, in its own thread. No load counts as over before this one is."""
         self._asked += 1
 
     @property
     def over(self) -> bool:
-        """No request of a load will come any more; those that came may still run."""
+        """No request of a load will arrive any more. Those that arrived may still be running."""
         return self._asked == self._over
 
     @property
     def next_at(self) -> float | None:
-        """When the next request comes, on the engine's clock."""
+        """When the next request arrives, on the engine's clock."""
         return self._load.next_at if self._load else None
 
     def begin(self, workload: Workload, language: Language, now: float) -> bool:
-        """The workload's second 0 is `now`. False if another one is under way."""
+        """Starts a workload: its second 0 is `now`. False if another one is running."""
         if self._load is not None:
             self._over += 1
             return False
@@ -50,7 +50,7 @@ class Playing:
         return True
 
     def arrive(self, core: EngineCore) -> None:
-        """Queue what has come."""
+        """Queues the requests that have arrived."""
         if self._load is None:
             return
         for arrival in self._load.take(core.clock()):
@@ -67,7 +67,7 @@ class Playing:
         self._end()
 
     def finished(self, request: Request, now: float) -> None:
-        """Whoever asked it may go on."""
+        """The request is finished, so its user may continue."""
         arrival = self._arrivals.pop(request.request_id, None)
         if arrival is not None and self._load is not None:
             output = list(request.branches[0].output_ids) if request.branches else []

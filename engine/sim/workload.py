@@ -1,8 +1,8 @@
-"""Workloads: who asks what and when, read from TOML; pure data, the same for the same seed.
+"""Workloads: which requests arrive when, read from TOML. Pure data, the same for the same seed.
 
-Owns the file's format, its checks and the shipped loads. A workload is a set of streams; each has a number of
-requests, arrivals (Poisson, bursts, or users in a closed loop) and prompts (families with shared prefixes under the
-names of vLLM's prefix_repetition and SGLang's generated-shared-prefix). engine.load plays one. Imports no torch.
+Owns the format of the file, its checks and the shipped loads. A workload is a set of streams. Each stream has a number
+of requests, arrivals (Poisson, bursts, or users in a closed loop) and prompts (with shared prefixes, under the names of
+vLLM's prefix_repetition and SGLang's generated-shared-prefix). engine.sim.arrivals plays one. Imports no torch.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class Length:
-    """Tokens of one part of a request: `mean` always, or evenly between low and high, or, with a sigma, log-normal
-    around the median `mean`, cut off at low and high."""
+    """Number of tokens of one part of a request: always `mean`, or uniform between low and high. With a sigma it is
+    log-normal with the median `mean`, limited to low and high."""
 
     low: int
     high: int
@@ -35,7 +35,7 @@ class Length:
     sigma: float = 0.0
 
     def draw(self, chance: random.Random) -> int:
-        """One of them."""
+        """Draws one length."""
         if self.low == self.high:
             return self.low
         if not self.sigma:
@@ -105,8 +105,8 @@ class SharedPrefix:
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """Conversations of `turns` questions each, every prompt the whole history and one more; for closed arrivals, one
-    conversation a user at a time. num_systems system prompts are dealt out among them."""
+    """Conversations of `turns` questions each. Every prompt is the whole history and one more question. With closed
+    arrivals each user has one conversation at a time. The conversations share num_systems system prompts."""
 
     question_len: Length = Length(60, 60, 60)
     output_len: Length = Length(200, 200, 200)
@@ -133,7 +133,7 @@ _PROMPTS: dict[str, type[Any]] = {k.KIND: k for k in (PrefixRepetition, SharedPr
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """`requests` of one kind, the first not before second `start`."""
+    """`requests` requests of one kind, the first not before second `start`."""
 
     name: str
     requests: int
@@ -144,7 +144,7 @@ class Stream:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Streams that run side by side."""
+    """Streams that run at the same time."""
 
     name: str
     title: str
@@ -153,7 +153,7 @@ class Workload:
 
     @property
     def requests(self) -> int:
-        """Of all streams."""
+        """Requests of all streams."""
         return sum(s.requests for s in self.streams)
 
 
@@ -161,12 +161,12 @@ class Workload:
 
 
 def shipped() -> list[str]:
-    """Names of the loads that come along."""
+    """Names of the shipped loads."""
     return sorted(p.stem for p in FOLDER.glob("*.toml"))
 
 
 def load_workload(name: str, seed: int | None = None) -> Workload:
-    """A shipped one by its name, or a TOML file; `seed` instead of the file's. Raises SetupError of one line."""
+    """A shipped load by its name, or a TOML file. `seed` replaces the file's. Raises SetupError of one line."""
     where = f"--load {Path(name[-60:]).name}"
     try:
         path = FOLDER / f"{name}.toml" if name in shipped() else Path(name).expanduser()
@@ -187,7 +187,7 @@ def load_workload(name: str, seed: int | None = None) -> Workload:
 
 
 def parse(raw: Mapping[str, Any], name: str, where: str = "workload", seed: int | None = None) -> Workload:
-    """Check a file's contents. Raises SetupError that names the key."""
+    """Checks the contents of a file. Raises SetupError that names the key."""
     table = _Table(raw, where)
     title = table.take("title", str, name)
     given = table.take("seed", int, 0)
@@ -224,7 +224,7 @@ def _stream(table: _Table, name: str) -> Stream:
 
 
 class _Table:
-    """A TOML table whose keys are taken one by one; what is left at the end nobody knows."""
+    """A TOML table whose keys are taken one by one. Keys that are left at the end are unknown, which is an error."""
 
     def __init__(self, raw: Mapping[str, Any], where: str) -> None:
         self._raw, self._where = dict(raw), where
@@ -283,7 +283,7 @@ class _Table:
         return Length(low, high, mean, sigma)
 
     def one_of(self, key: str, kinds: dict[str, type[Any]]) -> Any:
-        """A table with a `kind`; its other keys are the fields of that kind."""
+        """A table with a `kind`. Its other keys are the fields of that kind."""
         inner = _Table(self.take(key, dict), f"{self._where}: {key}")
         kind = inner.take("kind", str)
         inner.need(kind in kinds, "kind", f"one of {', '.join(kinds)}")

@@ -1,6 +1,6 @@
 """KV sizes of any model, from its config.json: bytes a token and a block, and how many requests fit.
 
-This is the face of the room: `from engine import sizing` is what kvtop may use. Imports no torch.
+This is the public face of the folder: kvtop may use `from engine import sizing`. Imports no torch.
 """
 
 from engine.sizing.kv_shape import KvShape

@@ -1,8 +1,8 @@
-"""KvShape: what each layer of a model keeps per token, read from any config.json.
+"""KvShape: what each layer of a model stores per token, read from any config.json.
 
-Owns the rules by which a config says how many values a layer holds (grouped heads, one latent for all heads)
-and for how many tokens (a sliding window, nothing at all). Invariant: a config whose cache these rules do not
-describe is refused by name, never guessed at; what the weights look like does not matter here.
+Owns the rules for how many values a layer stores (grouped heads, or one latent for all heads) and for how many tokens
+(all, a sliding window, or none). Invariant: a config with a cache that these rules do not describe is refused by
+name, never guessed. The weights do not matter here.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _NAMES = {
     "head_dim": ("head_dim", "kv_channels"),
     "context": ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length"),
 }
-"""Spellings of one figure over the families, the usual one first."""
+"""The names of each figure in different families, the usual name first."""
 
 DEFAULTS: dict[str, dict[str, Any]] = {
     "gemma": {"head_dim": 256, "tie_word_embeddings": True},
@@ -48,7 +48,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "qwen2": {"max_window_layers": 28},
     "qwen3": {"head_dim": 128, "max_window_layers": 28},
 }
-"""What transformers' classes assume where a config.json leaves a key out, as published ones do."""
+"""What transformers' classes assume for a key that is missing. Published config.json files leave some out."""
 
 _EVERY_NTH_FULL = {"gemma2": 2, "gpt_oss": 2, "gemma3_text": 6, "cohere2": 4}
 _ALL_WINDOWED = ("mistral", "mixtral", "ministral", "ministral3", "phi3", "starcoder2", "qwen3_moe")
@@ -69,13 +69,13 @@ _UNKNOWN_CACHES = {
     "ssm_cfg": "it has no attention",
     "state_size": "it has no attention",
 }
-"""Keys of configs whose cache is another than the one described here."""
+"""Keys of configs whose cache is of another kind than those described here."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerGroup:
-    """`layers` layers that keep the same: `values` a token (K and V of all kv heads, or one latent) of the
-    last `window` tokens, None for all. `full_values`: what it would be if each query head had its own K and V."""
+    """`layers` layers that store the same: `values` per token (K and V of all kv heads, or one latent) for the last
+    `window` tokens, or for all tokens if it is None. `full_values`: if each query head had its own K and V."""
 
     layers: int
     values: int
@@ -85,24 +85,24 @@ class LayerGroup:
 
 @dataclass(frozen=True, slots=True)
 class KvShape:
-    """Everything about a model's KV cache but the width of a value."""
+    """Everything about a model's KV cache except the size of a value."""
 
     model_type: str
     attention: Attention
     groups: tuple[LayerGroup, ...]
     layers: int
-    """All of them, also those that keep nothing per token."""
+    """All layers, also those that store nothing per token."""
     heads: int
     kv_heads: int
-    """1 where one latent serves all heads."""
+    """1 if one latent is used by all heads."""
     head_dim: int
-    """Of K; for a latent its rank + the width of the rotary part."""
+    """Size of K. For a latent: its rank + the size of the rotary part."""
     max_position: int | None
     """Longest context that the config claims."""
 
     @property
     def values(self) -> int:
-        """Values a token, over all layers, while it is inside every window."""
+        """Values per token over all layers, while the token is inside every window."""
         return sum(g.layers * g.values for g in self.groups)
 
     @property
@@ -117,23 +117,22 @@ class KvShape:
 
     @property
     def window(self) -> int | None:
-        """Tokens of the shortest window; None without windows."""
+        """Tokens of the shortest window. None if there is no window."""
         return min((g.window for g in self.groups if g.window is not None), default=None)
 
     @property
     def holding_layers(self) -> int:
-        """Layers that keep something per token."""
+        """Layers that store something per token."""
         return sum(g.layers for g in self.groups)
 
     def held(self, tokens: int) -> int:
-        """Values that a request of this many tokens keeps."""
+        """Values that a request of this many tokens stores."""
         return sum(g.layers * g.values * _capped(tokens, g.window) for g in self.groups)
 
     def slots(self, tokens: int, block_size: int) -> int:
-        """Values that its blocks take: whole blocks of `block_size` tokens in every layer.
+        """Values in its blocks: whole blocks of `block_size` tokens in every layer.
 
-        A window of w tokens lies across at most ceil((w - 1) / block_size) + 1 blocks; those before it are
-        given back.
+        A window of w tokens covers at most ceil((w - 1) / block_size) + 1 blocks. Earlier blocks are given back.
         """
         total = 0
         for g in self.groups:
@@ -145,7 +144,7 @@ class KvShape:
 
     @classmethod
     def of(cls, model: ModelConfig) -> KvShape:
-        """Of a decoder that kvtop runs."""
+        """The shape for a decoder that kvtop runs."""
         values, full = (2 * n * model.head_dim for n in (model.num_kv_heads, model.num_heads))
         return cls(
             model.architecture,
@@ -160,7 +159,7 @@ class KvShape:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> KvShape:
-        """From the contents of a config.json; of a multimodal one its text part counts.
+        """From the contents of a config.json. Of a multimodal model only the text part counts.
 
         Raises SetupError that names the key: missing, wrong, or a cache of another kind.
         """
@@ -168,7 +167,7 @@ class KvShape:
 
 
 def text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The decoder's own keys, with what its family assumes where they are absent."""
+    """The keys of the decoder. Missing keys get the value that the family assumes."""
     nested = next((config[k] for k in ("text_config", "llm_config") if isinstance(config.get(k), dict)), None)
     part = config if nested is None else {**config, **nested}
     kind = str(part.get("model_type", ""))
@@ -176,7 +175,7 @@ def text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def alias(keys: Keys, name: str, default: Any = ...) -> Any:
-    """A count under any of its spellings."""
+    """A count under any of its names."""
     found = next((k for k in _NAMES[name] if keys.values.get(k) is not None), None)
     if found is None and default is not ...:
         return default
@@ -193,7 +192,7 @@ def _read(config: Mapping[str, Any]) -> KvShape:
     if layers > 4096 or heads > 1 << 16:
         raise SetupError(f"config.json: {layers} layers of {heads} heads are no model")
     context = alias(keys, "context", None)
-    # a window as long as the context changes nothing
+    # a window as long as the context has no effect
     windows = [None if w and context and w >= context else w for w in _windows(keys, kind, layers) if w != 0]
     if config.get("kv_lora_rank") is not None:
         rank, rotary = keys.count("kv_lora_rank"), keys.count("qk_rope_head_dim")
@@ -217,7 +216,7 @@ def _read(config: Mapping[str, Any]) -> KvShape:
 
 
 def _windows(keys: Keys, kind: str, layers: int) -> list[int | None]:
-    """Per layer: tokens of its window, None for all tokens, 0 if it keeps nothing per token."""
+    """For each layer: tokens of its window, None for all tokens, 0 if it stores nothing per token."""
     named = keys.get("layer_types", list, None)
     if named is not None:
         if len(named) != layers:
@@ -244,7 +243,7 @@ def _window_of(keys: Keys, name: str) -> int | None:
 
 
 def _family_windows(keys: Keys, kind: str, layers: int) -> list[int | None]:
-    """Where the config does not name its layers, its family's rule does."""
+    """The family's rule, for a config that does not list its layers."""
     if kind == "llama4_text":
         window = keys.count("attention_chunk_size", None, limit=1 << 30)
         rotary = keys.get("no_rope_layers", list, None)  # 1: with RoPE, and these are the chunked ones
@@ -253,7 +252,7 @@ def _family_windows(keys: Keys, kind: str, layers: int) -> list[int | None]:
         return [window if r else None for r in rotary[:layers]]
     window = keys.get("sliding_window", int, None)
     used = keys.get("use_sliding_window", bool, kind not in (*_FROM_A_LAYER_ON, "qwen3_moe"))
-    # null means none, while DEFAULTS stand in for a key that is absent
+    # null means no window. DEFAULTS apply only to a missing key
     if window is None or not used or kind in _NO_WINDOW:
         return [None] * layers
     window = keys.count("sliding_window", limit=1 << 30)
@@ -273,7 +272,7 @@ def _family_windows(keys: Keys, kind: str, layers: int) -> list[int | None]:
 
 
 def _grouped(windows: list[int | None], values: int, full: int) -> tuple[LayerGroup, ...]:
-    """Layers alike together, those with all tokens first."""
+    """Groups equal layers, those with all tokens first."""
     order = sorted(set(windows), key=lambda w: -1 if w is None else w)
     return tuple(LayerGroup(windows.count(w), values, full, w) for w in order)
 

@@ -1,9 +1,9 @@
-"""What a model's KV cache takes and how many requests fit into a memory: arithmetic only, no weights needed.
+"""The size of a model's KV cache, and how many requests fit into a memory: arithmetic only, without weights.
 
-Owns the table of known models (models.toml), the split of a memory into weights, overhead and KV, and the
-comparison of contiguous reservation with blocks. Invariants: every byte is an integer and exact for what the
-config says; a count of requests is floored; what cannot be known (weights of a family that nobody counted)
-is absent, never estimated. Imports no torch.
+Owns the table of known models (models.toml), the split of a memory into weights, overhead and KV, and the comparison
+of contiguous reservation with blocks. Invariants: numbers of bytes are integers and exact for the config. Numbers of
+requests are rounded down. A figure that cannot be known (weights of an unknown family) is missing, never estimated.
+Imports no torch.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ KV_DTYPES: dict[str, int] = {"auto": 2, "bfloat16": 2, "fp8": 1, "float32": 4}
 """Bytes of one value in the cache."""
 
 BITS = {"bf16": 16, "fp8": 8, "int8": 8, "int4": 4}
-"""Bits of one weight. The bare numbers: files also hold scales, and embeddings are often left at 16 bits, so a
-70B in INT4 takes 35.3 GB by this count and about 39.8 GB on the hub; `weights` takes bytes as well."""
+"""Bits of one weight, without anything else. Files also hold scales, and embeddings often stay at 16 bits. So a 70B in
+INT4 is 35.3 GB by this count and about 39.8 GB on the hub. `weights` can also be a number of bytes."""
 
 CONTEXTS = (4096, 32_768, 131_072)
-"""Lengths that are told unless others are asked for."""
+"""Context lengths that are shown by default."""
 GIB = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
 class KnownModel:
-    """One entry of models.toml. config: its config.json, as far as cache and weights depend on it."""
+    """One entry of models.toml. config: the part of its config.json on which cache and weights depend."""
 
     name: str
     hub: tuple[str, ...]
@@ -62,7 +62,7 @@ class KnownModel:
 
 @lru_cache(1)
 def known_models() -> dict[str, KnownModel]:
-    """All of them by name, in the order of the file."""
+    """All known models by name, in the order of the file."""
     text = Path(__file__).with_name("models.toml").read_text("utf-8")
     return {
         name: KnownModel(name, tuple(row["hub"]), row["parameters"], row["config"])
@@ -71,7 +71,7 @@ def known_models() -> dict[str, KnownModel]:
 
 
 def find(name: str) -> KnownModel | None:
-    """By its name here or by its id on the hub, whatever the case."""
+    """A model by its name here or by its id on the hub. Upper and lower case do not matter."""
     wanted = name.lower()
     for model in known_models().values():
         if wanted == model.name or wanted in (i.lower() for i in model.hub):
@@ -82,8 +82,8 @@ def find(name: str) -> KnownModel | None:
 def load(
     model: str, *, revision: str | None = None, progress: Progress | None = None
 ) -> tuple[str, dict[str, Any]]:
-    """(name for people, config) of a known model, a config.json or its folder, or a hub id, of which only
-    config.json is fetched. Raises SetupError."""
+    """(name to show, config) of a known model, a config.json or its folder, or a hub id. From the hub only config.json
+    is fetched. Raises SetupError."""
     known = find(model) if revision is None else None
     if known is not None:
         return known.name, known.config
@@ -108,7 +108,7 @@ def load(
 
 @dataclass(frozen=True, slots=True)
 class Sizing:
-    """The cache of one model at one width of values and one size of blocks."""
+    """The cache of one model with one size of values and one size of blocks."""
 
     shape: KvShape
     value_bytes: int = 2
@@ -121,54 +121,54 @@ class Sizing:
 
     @property
     def bytes_per_token(self) -> int:
-        """layers x kv heads x head dim x 2 (K and V) x bytes of a value; a latent is kept once, not twice."""
+        """layers x kv heads x head dim x 2 (K and V) x bytes of a value. A latent is stored once, not twice."""
         return self.shape.values * self.value_bytes
 
     @property
     def bytes_per_token_past_window(self) -> int:
-        """What one more token adds once every window is full."""
+        """Bytes that one more token adds once every window is full."""
         return self.shape.lasting_values * self.value_bytes
 
     @property
     def bytes_per_block(self) -> int:
-        """Of `block_size` tokens in all layers."""
+        """Bytes of `block_size` tokens in all layers."""
         return self.bytes_per_token * self.block_size
 
     @property
     def full_bytes_per_token(self) -> int:
-        """With K and V for every query head (full multi-head attention)."""
+        """Bytes per token with K and V for every query head (full multi-head attention)."""
         return self.shape.full_values * self.value_bytes
 
     @property
     def last_block_waste(self) -> int:
-        """Most bytes of a request's last block that hold nothing."""
+        """The most bytes in the last block of a request that can be empty."""
         return (self.block_size - 1) * self.bytes_per_token
 
     def request_bytes(self, tokens: int) -> int:
-        """What the tokens of one request take, without any waste."""
+        """Bytes of the tokens of one request, without waste."""
         return self.shape.held(tokens) * self.value_bytes
 
     def paged_bytes(self, tokens: int) -> int:
-        """What its blocks take."""
+        """Bytes of its blocks."""
         return self.shape.slots(tokens, self.block_size) * self.value_bytes
 
     def requests_naive(self, kv_bytes: int, context: int) -> int:
-        """Requests that fit when each reserves `context` tokens in one piece."""
+        """How many requests fit if each reserves `context` tokens in one piece."""
         return max(0, kv_bytes) // max(1, self.request_bytes(context))
 
     def requests_paged(self, kv_bytes: int, tokens: int) -> int:
-        """Requests of `tokens` each that fit in blocks, one block being the null block."""
+        """How many requests of `tokens` each fit in blocks. One block is the null block."""
         return max(0, kv_bytes - self.bytes_per_block) // max(1, self.paged_bytes(tokens))
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A memory and what shall run in it; raises SetupError on values out of range."""
+    """A memory and what is to run in it. Raises SetupError for values out of range."""
 
     memory: int = 80 * GIB
-    """Bytes; over several GPUs their sum."""
+    """Bytes. For several GPUs their sum."""
     weights: str | int | None = None
-    """A name of BITS, or bytes; None is the format of the published weights."""
+    """A name in BITS, or a number of bytes. None means the format of the published weights."""
     overhead: int = 3 * GIB
     """Bytes for activations, CUDA graphs and libraries: the article's 3 GB."""
     avg_tokens: int = 500
@@ -197,7 +197,7 @@ class Plan:
         need(0 < self.itl <= 3600, "--itl must be over 0 milliseconds and at most an hour")
 
     def report(self, name: str, config: Mapping[str, Any], sizing: Sizing) -> dict[str, Any]:
-        """Everything as one JSON object; a figure that cannot be known is absent, `notes` say why."""
+        """Everything as one JSON object. A figure that cannot be known is missing, and `notes` say why."""
         shape, notes = sizing.shape, list[str]()
         out: dict[str, Any] = {
             "model": name,
@@ -240,7 +240,7 @@ class Plan:
         return {k: v for k, v in (out | {"notes": notes}).items() if v is not None}
 
     def _split(self, config: Mapping[str, Any], out: dict[str, Any], notes: list[str]) -> int | None:
-        """Bytes left for KV; None where the weights are not known."""
+        """Bytes left for KV. None if the weights are not known."""
         counted = count_parameters(config)
         weights = self.weights if self.weights is not None else published_format(config)
         size: int | None = None
@@ -282,7 +282,7 @@ class Plan:
 
 
 def published_format(config: Mapping[str, Any]) -> str | None:
-    """Name in BITS of the weights as they are published; None for one that has no name there."""
+    """The name in BITS of the published weights. None if their format has no name there."""
     quantised = config.get("quantization_config")
     if not isinstance(quantised, dict):
         return "bf16"
@@ -292,15 +292,15 @@ def published_format(config: Mapping[str, Any]) -> str | None:
 
 
 def dollars_per_million(gpu_hour: float, requests: int, itl: float) -> float:
-    """Dollars for a million generated tokens: the article's way, an hour's price over an hour's tokens.
+    """Dollars for a million generated tokens, as in the article: the price of an hour / the tokens of an hour.
 
-    Assumes that `requests` decode all the time, one token each every `itl` seconds, so the price falls with
-    every request that fits. The article's pair, 18 dollars for 8 users and 4 for 36, is any price and pace
-    with gpu_hour x itl = 0.5184, for example 10.368 dollars at 50 ms.
+    Assumes that `requests` decode all the time, one token each every `itl` seconds. So the price falls with every
+    request that fits. The article's pair, 18 dollars for 8 users and 4 dollars for 36, needs gpu_hour x itl = 0.5184,
+    for example 10.368 dollars at 50 ms.
     """
     return gpu_hour / (requests * 3600 / itl) * 1e6
 
 
 def waste(tokens: int, reserved: int) -> float:
-    """Part of `reserved` token slots that hold nothing, 0 to 1."""
+    """Part of the `reserved` token slots that is empty, 0 to 1."""
     return (reserved - tokens) / reserved

@@ -1,8 +1,8 @@
-"""How many parameters a model has, from its config.json: exact for the families it knows, else None.
+"""How many parameters a model has, from its config.json: exact for the families that it knows, otherwise None.
 
-Owns one formula for the decoders of these families: attention (grouped or latent), a gated MLP or experts,
-norms, embeddings. Tests hold it against transformers' own models, and against the totals that the hub tells.
-Layers that only predict several tokens ahead are left out, as engines leave them out.
+Owns one formula for the decoders of these families: attention (grouped or latent), a gated MLP or experts, norms,
+embeddings. Tests compare it with transformers' own models and with the totals of the hub. Layers that only predict
+several tokens ahead are not counted, because engines do not load them.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ _LATENT = ("deepseek_v2", "deepseek_v3", "kimi_k2")
 
 @dataclass(frozen=True, slots=True)
 class Parameters:
-    """total: all of them. active: those that one token passes through (of the experts only the chosen ones)."""
+    """total: all parameters. active: those that one token passes through (of the experts only the chosen ones)."""
 
     total: int
     active: int
 
 
 def count_parameters(config: Mapping[str, Any]) -> Parameters | None:
-    """None for a family that this module does not know. Raises SetupError on a key that is missing or wrong."""
+    """None for a family that this module does not know. Raises SetupError for a missing or wrong key."""
     part = text_part(config)
     kind = part.get("model_type")
     if kind not in FAMILIES:
@@ -86,7 +86,7 @@ def _latent(keys: Keys, hidden: int) -> int:
 
 
 def _mlp(keys: Keys, kind: str, hidden: int, layer: int) -> tuple[int, int]:
-    """(held, used by one token) of one layer."""
+    """Parameters of one layer: (stored, used by one token)."""
     dense = 3 * hidden * keys.count("intermediate_size")
     if kind == "llama" and keys.get("mlp_bias", bool, False):
         dense += 2 * keys.count("intermediate_size") + hidden
@@ -112,7 +112,7 @@ def _mlp(keys: Keys, kind: str, hidden: int, layer: int) -> tuple[int, int]:
 
 
 def _tower(config: Mapping[str, Any], hidden: int) -> int:
-    """Gemma 3's picture encoder (SigLIP) and what joins it to the text; 0 for a text model."""
+    """Gemma 3's image encoder (SigLIP) and the layers that connect it to the text. 0 for a text model."""
     vision = config.get("vision_config")
     if not isinstance(vision, dict) or vision.get("model_type") != "siglip_vision_model":
         return 0
