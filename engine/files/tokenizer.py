@@ -119,14 +119,14 @@ class Tokenizer:
         return added is not None and added.special
 
     def render(self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool) -> str:
-        """The chat template over [{role, content}]. Raises chat_template.TemplateRefused (a ValueError)."""
+        """The chat template over [{role, content}]. Raises engine.chat.template.TemplateRefused (a ValueError)."""
         if self._template is None:
             raise ValueError("this model has no chat template")
         return self._render(messages, add_generation_prompt, self.special_tokens)
 
     @cached_property
     def _render(self) -> Any:
-        from engine.files.chat_template import compile_template  # jinja2 costs a twentieth of a second
+        from engine.chat.template import compile_template  # jinja2 costs a twentieth of a second
 
         return compile_template(self._template or "")
 

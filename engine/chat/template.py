@@ -1,8 +1,8 @@
 """Chat templates: Jinja2 in transformers' sandbox, without importing transformers.
 
-Invariant: for the same template, messages and special tokens the text is the one that
-transformers' apply_chat_template renders. Templates are foreign code: they run in the immutable sandbox and
-see plain strings only. Imports no torch.
+Invariant: for the same template, messages and special tokens the text is the one that transformers'
+apply_chat_template renders. Templates are foreign code: they run in our sandbox, see plain strings only, and every
+way in which one fails is a TemplateRefused. Imports no torch.
 """
 
 from __future__ import annotations
@@ -16,7 +16,11 @@ import jinja2
 import jinja2.ext
 import jinja2.nodes
 import jinja2.parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from engine.chat.sandbox import MOST, Sandbox, TooMuch, limited_time
+
+_LONGEST = 1 << 20
+"""Characters of a template's source; the longest known has 20,000."""
 
 
 class TemplateRefused(ValueError):
@@ -35,34 +39,40 @@ class _Generation(jinja2.ext.Extension):
 
 def compile_template(source: str) -> Callable[[Sequence[Mapping[str, str]], bool, Mapping[str, str]], str]:
     """render(messages, add_generation_prompt, special tokens by name) -> text. Raises TemplateRefused."""
-    environment = ImmutableSandboxedEnvironment(
+    if len(source) > _LONGEST:
+        raise TemplateRefused(f"the model's chat template is longer than {_LONGEST:,} characters")
+    environment = Sandbox(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
     )
     environment.filters["tojson"] = _tojson
+    environment.bound()
     environment.globals["raise_exception"] = _raise
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     try:
-        template = environment.from_string(source)
-    except jinja2.TemplateError as error:
+        with limited_time():
+            template = environment.from_string(source)
+    except Exception as error:  # also Python's own limits: recursion, nesting, memory
         raise TemplateRefused(f"the model's chat template is not valid: {_line(error)}") from error
 
     def render(messages: Sequence[Mapping[str, str]], prompt: bool, special: Mapping[str, str]) -> str:
         try:
-            return template.render(
-                messages=[dict(message) for message in messages],
-                tools=None,
-                documents=None,
-                add_generation_prompt=prompt,
+            variables = {
+                "messages": [dict(message) for message in messages],
+                "tools": None,
+                "documents": None,
+                "add_generation_prompt": prompt,
                 **special,
-            )
-        except (
-            jinja2.TemplateError,
-            TypeError,
-            ValueError,
-            KeyError,
-            AttributeError,
-            RecursionError,
-        ) as error:
+            }
+            parts: list[str] = []
+            length = 0
+            with limited_time():
+                for part in template.generate(variables):
+                    parts.append(part)
+                    length += len(part)
+                    if length > MOST:
+                        raise TooMuch(f"it makes more than {MOST >> 20} Mi characters")
+            return "".join(parts)
+        except Exception as error:  # a template is a program: it may fail in any way
             raise TemplateRefused(f"the model's chat template refuses this: {_line(error)}") from error
 
     return render

@@ -1,0 +1,259 @@
+"""A sandbox for chat templates, which are foreign code: what one may use of time and memory is bounded.
+
+jinja's own sandbox keeps a template from the interpreter's inside, not from `"a" * 10**10` or loops in loops. Here
+every operation that can make much out of little weighs its operands first (products, powers, joins, filters, methods
+of texts), and a trace of the thread's Python lines ends what takes too long. An ordinary template meets none of this.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import wraps
+from types import FrameType, GeneratorType
+from typing import Any
+
+import jinja2
+import jinja2.nodes
+from jinja2.compiler import CodeGenerator, Frame
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+MOST = 16 << 20
+"""Characters (and list entries) of a value: several times the longest context of any model."""
+SECONDS = 2.0
+"""Of the processor, not of the clock: a busy machine refuses no template."""
+_NODES = 1 << 18
+"""Values that are weighed at most: a list that holds itself many times is too large, too."""
+_LARGEST = 1 << 16
+"""Number that a filter or a method of a text takes: a width, a length."""
+_BITS = 4096
+_WIDE = re.compile(r"%[^a-zA-Z%]*(\d{5,}|\*)|\{[^}]*\d{5,}")
+"""In a format: a field of 10,000 characters, or one whose width is an argument."""
+
+
+class TooMuch(ValueError):
+    """The template asks for more time or memory than it may have; one line."""
+
+
+class _OutOfTime(BaseException):
+    """No `except Exception` in a filter catches it."""
+
+
+class Sandbox(ImmutableSandboxedEnvironment):
+    """An environment whose templates make no value over MOST."""
+
+    intercepted_binops = frozenset(("*", "**", "+", "%"))
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(finalize=_weighed, **options)
+        self.code_generator_class = _Generator
+        del self.globals["lipsum"]
+        self.bound()
+
+    def bound(self) -> None:
+        """Weigh what the filters get and give; again after a filter was added."""
+        for name, function in self.filters.items():
+            if not hasattr(function, "bounded"):
+                self.filters[name] = _bounded(name, function)
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        """Arithmetic."""
+        if operator == "+" and isinstance(left, str) and isinstance(right, str):  # what templates do most
+            if len(left) + len(right) > MOST:
+                raise TooMuch(f"it makes more than {MOST >> 20} Mi characters")
+            return left + right
+        if operator == "*":
+            _check_product(left, right)
+        elif operator == "**":
+            _check_power(left, right)
+        elif operator == "%" and isinstance(left, str):
+            _check_format(left)
+            _weighed(right)
+        elif not isinstance(left, (int, float)):
+            _weighed((left, right))
+        return super().call_binop(context, operator, left, right)
+
+    def joined(self, values: tuple[Any, ...]) -> str:
+        """`a ~ b`."""
+        _weighed(values)
+        return "".join(map(str, values))
+
+    def call(self, context: Any, obj: Any, *args: Any, **kwargs: Any) -> Any:
+        """Methods of texts weigh what they get."""
+        owner = getattr(obj, "__self__", None)
+        if isinstance(owner, (str, bytes)):
+            args = tuple(list(a) if isinstance(a, GeneratorType) else a for a in args)
+            _check_text(getattr(obj, "__name__", ""), owner, args, kwargs)
+        return super().call(context, obj, *args, **kwargs)
+
+    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
+        """`"…".format`, which the sandbox replaces."""
+        wrapper = super().wrap_str_format(value)
+        if wrapper is None:
+            return None
+
+        def checked(*args: Any, **kwargs: Any) -> str:
+            _check_text(value.__name__, value.__self__, args, kwargs)
+            return wrapper(*args, **kwargs)
+
+        return checked
+
+
+class _Generator(CodeGenerator):
+    """Sends `a ~ b` through Sandbox.joined."""
+
+    def visit_Concat(self, node: jinja2.nodes.Concat, frame: Frame) -> None:
+        self.write("environment.joined((")
+        for part in node.nodes:
+            self.visit(part, frame)
+            self.write(", ")
+        self.write("))")
+
+
+@contextmanager
+def limited_time(seconds: float = SECONDS) -> Iterator[None]:
+    """Raises TooMuch when the Python code inside takes longer, in this thread."""
+    # The processor's time is never more than the clock's, which is cheaper to ask.
+    clock, end, clock_end = time.perf_counter, time.thread_time() + seconds, time.perf_counter() + seconds
+
+    def trace(frame: FrameType, event: str, argument: Any) -> Any:
+        if clock() > clock_end and time.thread_time() > end:
+            raise _OutOfTime
+        # Lines of the template alone: what jinja does for one of them is short, or calls something.
+        return trace if frame.f_code.co_filename == "<template>" else None
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        yield
+    except _OutOfTime:
+        raise TooMuch(f"it takes more than {seconds:g} s") from None
+    finally:
+        sys.settrace(before)
+
+
+# ------------------------------------------------------------------------------------------ weights
+
+
+def _weighed(value: Any) -> Any:
+    """`value`, if its texts and lists together are not over MOST. Raises TooMuch."""
+    if isinstance(value, str):
+        if len(value) > MOST:
+            raise TooMuch(f"it makes more than {MOST >> 20} Mi characters")
+        return value
+    total, nodes, todo = 0, 0, [value]
+    while todo:
+        one = todo.pop()
+        nodes += 1
+        if isinstance(one, (str, bytes)):
+            total += len(one)
+        elif isinstance(one, Mapping):
+            todo += [*one.keys(), *one.values()] if len(one) <= _NODES else []
+            total += len(one)
+        elif isinstance(one, (list, tuple, set, frozenset)):
+            todo += one if len(one) <= _NODES else []
+            total += len(one)
+        elif isinstance(one, int):
+            total += one.bit_length() >> 3
+        if total > MOST or nodes > _NODES or len(todo) > 2 * _NODES:
+            raise TooMuch(f"it makes more than {MOST >> 20} Mi characters")
+    return value
+
+
+def _check_product(left: Any, right: Any) -> None:
+    for times, of in ((left, right), (right, left)):
+        if isinstance(times, int) and isinstance(of, int):
+            if times.bit_length() + of.bit_length() > _BITS:
+                raise TooMuch("it makes too large a number")
+        elif isinstance(times, int) and isinstance(of, (str, bytes, list, tuple)):
+            _weighed(of)
+            if len(of) * times > MOST:
+                raise TooMuch(f"it makes more than {MOST >> 20} Mi characters")
+
+
+def _check_power(base: Any, exponent: Any) -> None:
+    if isinstance(base, int) and isinstance(exponent, int) and base.bit_length() * abs(exponent) > _BITS:
+        raise TooMuch("it makes too large a number")
+
+
+def _check_format(form: str) -> None:
+    if _WIDE.search(form):
+        raise TooMuch("it formats with too wide a field")
+
+
+def _check_numbers(values: tuple[Any, ...]) -> None:
+    for value in values:
+        if isinstance(value, int) and abs(value) > _LARGEST:
+            raise TooMuch(f"it asks for a width or length of {str(value)[:20]}")
+
+
+def _check_replace(text: str, args: tuple[Any, ...]) -> None:
+    if len(args) >= 2 and isinstance(args[0], str) and isinstance(args[1], str):
+        found = text.count(args[0]) if args[0] else len(text) + 1
+        if len(text) + found * len(args[1]) > MOST:
+            raise TooMuch(f"it makes more than {MOST >> 20} Mi characters")
+
+
+def _check_text(name: str, text: str | bytes, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Before a method of a text is called."""
+    _weighed((text, args, kwargs))
+    if name in ("format", "format_map"):
+        _check_format(str(text))
+        if re.search(r"\{[^}]*\{", str(text)):  # a field whose width is another field
+            _check_numbers(
+                (*args, *kwargs.values(), *(v for a in args if isinstance(a, dict) for v in a.values()))
+            )
+        return
+    _check_numbers((*args, *kwargs.values()))
+    if name == "replace":
+        _check_replace(str(text), args)
+    elif name == "join" and args and isinstance(args[0], (list, tuple, str)):
+        _check_product(len(args[0]), text)
+    elif name in ("expandtabs", "ljust", "rjust", "center", "zfill"):
+        widest = max((a for a in args if isinstance(a, int)), default=8)
+        _check_product(str(text).count("\t") + 1, " " * widest)
+
+
+def _bounded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """A filter that weighs its arguments and its result."""
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        args = tuple(list(a) if isinstance(a, GeneratorType) else a for a in args)
+        values = (*args, *kwargs.values())
+        _weighed([v for v in values if isinstance(v, (str, bytes, list, tuple, dict))])
+        if name not in (
+            "default",
+            "d",
+            "abs",
+            "int",
+            "float",
+            "string",
+            "e",
+            "escape",
+            "format",
+            "map",
+            "select",
+        ):
+            _check_numbers(values)
+        texts = [v for v in values if isinstance(v, str)]
+        if name == "replace" and texts:
+            _check_replace(texts[0], tuple(texts[1:]))
+        elif name == "format" and texts:
+            _check_format(texts[0])
+        elif name in ("indent", "tojson", "center", "join"):
+            numbers = max((v for v in values if isinstance(v, int)), default=4)
+            longest = max([numbers, *(len(t) for t in texts[-1:] if name == "join")])
+            entries = sum(len(v) if isinstance(v, (str, list, tuple, dict)) else 1 for v in values)
+            if name == "indent":
+                entries = sum(t.count("\n") + 1 for t in texts[:1])
+            if name != "center" and entries * longest > 16 * MOST:
+                raise TooMuch(f"it makes more than {MOST >> 20} Mi characters")
+        result = function(*args, **kwargs)
+        return _weighed(result) if isinstance(result, str) else result
+
+    call.bounded = True  # type: ignore[attr-defined]
+    return call
