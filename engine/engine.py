@@ -17,11 +17,11 @@ from collections.abc import Callable, Sequence
 from itertools import count
 from operator import index
 
-from engine.chat.turns import Turn, Turns, one_line
+from engine.chat.turns import Turn, Turns
 from engine.clock import Clock, WallClock
 from engine.config import EngineConfig
 from engine.device_sampler import DeviceSampler
-from engine.errors import SetupError
+from engine.errors import SetupError, one_line
 from engine.event_log import EventLog
 from engine.events import (
     DeviceSample,

@@ -1,4 +1,4 @@
-"""SetupError: what stops a start or a command, in one line that says what to do."""
+"""SetupError: what stops a start or a command, in one line that says what to do. one_line: any other failure."""
 
 from __future__ import annotations
 
@@ -9,3 +9,8 @@ class SetupError(Exception):
     def __init__(self, message: str) -> None:
         line = " ".join(message.split())
         super().__init__(line if len(line) <= 200 else line[:199] + "…")
+
+
+def one_line(error: BaseException) -> str:
+    """An unexpected failure in one line of at most 280 characters."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:280]

@@ -267,7 +267,8 @@ class Usage(msgspec.Struct, frozen=True, gc=False):
 
 
 class RequestQueued(Event, frozen=True):
-    """A request entered the waiting queue. spans: (start, end, role, name) over prompt tokens."""
+    """A request entered the waiting queue. spans: (start, end, role, name) over prompt tokens. position: its index
+    in the queue, -1 if it is refused at once or (in older recordings) not known: then at the end."""
 
     request_id: Count
     prompt_token_ids: list[Token]
@@ -278,6 +279,7 @@ class RequestQueued(Event, frozen=True):
     conversation: Whole | None = None
     spans: list[tuple[Count, Count, str, str]] = []
     params: dict[str, Any] = {}
+    position: int = -1
 
 
 class PrefixLookup(Event, frozen=True):
@@ -318,12 +320,14 @@ class RequestAdmitted(Event, frozen=True):
 
 
 class RequestPreempted(Event, frozen=True):
-    """Back to the front of the waiting queue; its blocks were released (BlocksReleased)."""
+    """Back to the waiting queue, to index `position` (-1 in older recordings: to its front); its blocks were
+    released (BlocksReleased)."""
 
     request_id: Count
     seq_ids: list[Count]
     tokens_lost: Count
     """Computed tokens whose KV was given up (part of it may come back as cache hits)."""
+    position: int = -1
 
 
 class RequestFinished(Event, frozen=True):

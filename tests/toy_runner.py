@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from xxhash import xxh3_64_intdigest
 
-from engine.step.runner import Logprob, Plan, Recomputed, Row, StepOutput
+from engine.step.runner import Logprob, Plan, Recomputed, StepOutput
 
 
 class ToyFault(RuntimeError):
@@ -45,20 +45,12 @@ def expected(prompt: Sequence[int], count: int, vocab_size: int, branch: int = 0
 
 
 @dataclass(slots=True)
-class _Row:
-    """What a row needs of the host, as it was at the launch. tokens: the last one is None while it has yet to
-    be sampled."""
-
-    row: Row
-    table: list[int]
-    tokens: list[int | None]
-
-
-@dataclass(slots=True)
 class _Launched:
-    step: int
-    copies: list[tuple[int, int]]
-    rows: list[_Row]
+    """A step as the device would have it: a table for each row, and None for a token that is yet to be sampled."""
+
+    plan: Plan
+    tables: list[list[int]]
+    tokens: list[list[int | None]]
     output: StepOutput | None = None
     error: Exception | None = None
 
@@ -119,15 +111,15 @@ class ToyRunner:
         """Takes over the tables' changes and the tokens."""
         for seq_id in plan.retired:
             self._tables.pop(seq_id, None)
-        rows = []
+        tables: list[list[int]] = []
         for row in plan.rows:
-            seq = row.seq
-            table = self._tables.setdefault(seq.seq_id, [])
-            table[seq.table_changed_from :] = seq.table[seq.table_changed_from :]
-            seq.table_changed_from = len(seq.table)
-            tokens: list[int | None] = list(row.tokens)
-            rows.append(_Row(row, table[:], tokens + [None] * (row.n - len(tokens))))
-        launched = _Launched(plan.step, list(plan.copies), rows)
+            if row.new is not None:
+                self._tables[row.seq_id] = []
+            table = self._tables[row.seq_id]
+            table[row.table_from :] = row.table
+            tables.append(table[:])
+        tokens = [[*row.tokens, *[None] * (row.n - len(row.tokens))] for row in plan.rows]
+        launched = _Launched(plan, tables, tokens)
         self._queue.append(launched)
         if not self._late:
             self._compute()
@@ -150,29 +142,29 @@ class ToyRunner:
             step.error = error
 
     def _step(self, step: _Launched) -> StepOutput:
-        self._fault(step.step, "before")
-        for src, dst in step.copies:
+        plan = step.plan
+        self._fault(plan.step, "before")
+        for src, dst in plan.copies:
             self._kv[dst] = self._kv[src]
-        for r in step.rows:
-            at = np.arange(r.row.start, r.row.start + r.row.n)
-            blocks = np.array(r.table)[at // self.block_size]
-            drawn = self._drawn.get(r.row.seq.seq_id, 0)
-            self._kv[blocks, at % self.block_size, 0] = [drawn if t is None else t for t in r.tokens]
+        for row, table, tokens in zip(plan.rows, step.tables, step.tokens, strict=True):
+            at = np.arange(row.start, row.start + row.n)
+            blocks = np.array(table)[at // self.block_size]
+            drawn = self._drawn.get(row.seq_id, 0)
+            self._kv[blocks, at % self.block_size, 0] = [drawn if t is None else t for t in tokens]
             self._kv[blocks, at % self.block_size, 1] = at
-        self._fault(step.step, "after")
+        self._fault(plan.step, "after")
         token_ids: list[list[int]] = []
         logprobs: dict[int, list[Logprob]] = {}
         bad_rows = []
-        for i, r in enumerate(step.rows):
-            row = r.row
-            if not row.sample or self._bad(row.seq.seq_id):
-                if row.sample:
+        for i, (row, table) in enumerate(zip(plan.rows, step.tables, strict=True)):
+            if not row.draws or self._bad(row.seq_id):
+                if row.draws:
                     bad_rows.append(i)
                 token_ids.append([])
                 continue
             at = np.arange(row.start + row.n)
-            kv = self._kv[np.array(r.table)[at // self.block_size], at % self.block_size]
-            behind = range(len(row.drafts), -1, -1) if row.drafts else [0] * len(row.draws)
+            kv = self._kv[np.array(table)[at // self.block_size], at % self.block_size]
+            behind = range(row.drafts, -1, -1) if row.drafts else [0] * len(row.draws)
             seen = [kv[: len(kv) - k] for k in behind]
             token_ids.append(
                 [
@@ -180,7 +172,7 @@ class ToyRunner:
                     for known, branch in zip(seen, row.draws, strict=True)
                 ]
             )
-            self._drawn[row.seq.seq_id] = token_ids[-1][0]
+            self._drawn[row.seq_id] = token_ids[-1][0]
             if row.top:
                 all_ = next_logprobs(kv[:, 0], kv[:, 1], self.vocab_size)
                 ids = np.argsort(-all_, kind="stable")[: row.top].tolist()

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from engine.chat.conversation import Conversation
-from engine.errors import SetupError
+from engine.errors import SetupError, one_line
 from engine.loaded import TextTokenizer
 from engine.params import SamplingParams
 from engine.step.core import EngineCore
@@ -22,11 +22,6 @@ from engine.step.sequence import Request
 Span = tuple[int, int, str, str]
 
 _NO_TOKENIZER = "this engine has no tokenizer: submit token ids"
-
-
-def one_line(error: Exception) -> str:
-    """What to tell of an unexpected failure."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:280]
 
 
 @dataclass(slots=True)

@@ -3,15 +3,15 @@
 Owns ref counts, the hash table and the free queue, whose order is the eviction order: released
 blocks without a hash go to its head (taken next, nothing is lost), hashed ones to its tail, so the
 head of the hashed part is the least recently used. Eviction is lazy: a block of ref 0 keeps its hash
-until its memory is taken. Every mutation is one of the seven pool events, appended to `events`, and
-costs O(blocks it touches). Invariants (`check`): the queue is exactly the blocks other than 0 with
-ref 0; the hash table and the blocks' own hashes say the same; failed calls change nothing.
+until its memory is taken. Every mutation emits one of the seven pool events and costs O(blocks that
+it touches). Invariants (`check`): the queue is exactly the blocks other than 0 with ref 0; the hash
+table and the blocks' own hashes say the same; failed calls change nothing.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Literal
 
@@ -116,23 +116,23 @@ class BlockPool:
 
     __slots__ = (
         "_copies",
+        "_emit",
         "_hash",
         "_num_cached",
         "_queue",
         "_ref",
         "_table",
         "block_size",
-        "events",
         "num_blocks",
     )
 
-    def __init__(self, num_blocks: int, block_size: int, events: list[Event] | None = None) -> None:
-        """events: where mutations are appended, in order."""
+    def __init__(self, num_blocks: int, block_size: int, emit: Callable[[Event], None]) -> None:
+        """emit: gets the event of each mutation, in order."""
         if num_blocks < 2:
             raise ValueError(f"a pool needs at least 2 blocks (block 0 is the null block), not {num_blocks}")
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self.events: list[Event] = [] if events is None else events
+        self._emit = emit
         self._queue = FreeQueue(num_blocks)
         self._ref = [0] * num_blocks
         self._hash: list[bytes | None] = [None] * num_blocks
@@ -176,10 +176,6 @@ class BlockPool:
         """Hash this block is findable under, 16 bytes."""
         return self._hash[block]
 
-    def eviction_order(self) -> list[int]:
-        """The whole queue, next out first. O(queue)."""
-        return list(self._queue)
-
     def lookup(self, hashes: Iterable[bytes], limit: int | None = None) -> list[int]:
         """Blocks of the longest known prefix of hashes[:limit]: stops at the first miss. Changes nothing."""
         out = []
@@ -202,7 +198,7 @@ class BlockPool:
         if not count:
             return []
         ids = self._take(seq_id, count)
-        self.events.append(BlocksAllocated(seq_id, ids[:]))
+        self._emit(BlocksAllocated(seq_id, ids[:]))
         return ids
 
     def touch(self, seq_id: int, ids: Sequence[int], why: Literal["hit", "fork"]) -> None:
@@ -215,7 +211,7 @@ class BlockPool:
         self._num_cached -= sum(hashes[b] is not None for b in free)
         for b in ids:
             ref[b] += 1
-        self.events.append(BlocksTouched(seq_id, list(ids), why))
+        self._emit(BlocksTouched(seq_id, list(ids), why))
 
     def copy(self, seq_id: int, index: int, src: int) -> int:
         """A private block for a writer of the shared `src` at table[index]; returns dst.
@@ -226,7 +222,7 @@ class BlockPool:
             raise ValueError(f"block {src} has ref {self._ref[src]}: only a shared block is copied")
         dst = self._take(seq_id, 1)[0]
         self._ref[src] -= 1
-        self.events.append(BlocksCopied(seq_id, index, src, dst))
+        self._emit(BlocksCopied(seq_id, index, src, dst))
         return dst
 
     def release(self, seq_id: int, ids: Sequence[int]) -> None:
@@ -248,7 +244,7 @@ class BlockPool:
         if tail:
             self._queue.push_tail(tail)
             self._num_cached += len(tail)
-        self.events.append(BlocksReleased(seq_id, list(ids)))
+        self._emit(BlocksReleased(seq_id, list(ids)))
 
     def store(
         self,
@@ -275,7 +271,7 @@ class BlockPool:
                 self._copies.setdefault(h, {})[b] = None
             else:
                 self._table[h] = b
-        self.events.append(
+        self._emit(
             BlocksStored(
                 seq_id,
                 start_index,
@@ -297,7 +293,7 @@ class BlockPool:
         self._table.clear()
         self._copies.clear()
         self._num_cached = 0
-        self.events.append(CacheCleared())
+        self._emit(CacheCleared())
 
     def _take(self, seq_id: int, count: int) -> list[int]:
         ids = self._queue.pop(count)
@@ -330,12 +326,12 @@ class BlockPool:
                 del copies[b]
             if copies is not None and not copies:
                 del self._copies[h]
-        self.events.append(BlocksEvicted(ids, dropped, by_seq, why))
+        self._emit(BlocksEvicted(ids, dropped, by_seq, why))
 
     # ---------------------------------------------------------------- the pool's own word
 
     def snapshot(self, tables: dict[int, tuple[Sequence[int], int]]) -> PoolSnapshot:
-        """State as an event; tables: sequence id -> (block table, num_computed). Appends nothing."""
+        """State as an event; tables: sequence id -> (block table, num_computed). Emits nothing."""
         refs: list[int] = []
         for b, r in enumerate(self._ref):
             if not r:

@@ -24,11 +24,6 @@ def salt_digest(salt: str) -> bytes:
     return xxh3_128_digest(salt.encode("utf-8", "surrogatepass"))
 
 
-def block_hash(parent: bytes, tokens: bytes, salt: bytes = b"") -> bytes:
-    """Hash of one block; 16 bytes. tokens: little-endian int32; salt: its digest for block 0 only."""
-    return xxh3_128_digest(parent + tokens + salt)
-
-
 def pack(tokens: array[int]) -> bytes:
     """Token ids as little-endian int32."""
     if sys.byteorder == "big":  # pragma: no cover

@@ -1,9 +1,8 @@
 """Persistent rows: block tables, sampling parameters and last tokens of live sequences, on the device.
 
-Owns the mapping sequence -> row. A step applies deltas (Sequence.table_changed_from, Plan.retired) and
-never rebuilds a table. Keeps the invariant that no real token is written into the null block. Everything that
-a step needs goes to the device in one copy that the host does not wait for, in the stream's order, so the
-step before may still be running.
+Owns the mapping sequence id -> row. A step applies deltas (Row.table, Plan.retired) and never rebuilds a table.
+Keeps the invariant that no real token is written into the null block. Everything that a step needs goes to the
+device in one copy that the host does not wait for, in the stream's order, so the step before may still be running.
 """
 
 from __future__ import annotations
@@ -17,8 +16,7 @@ from numpy.typing import NDArray
 from engine.events import NULL_BLOCK
 from engine.ops.base import Beside, Ops, StepInput
 from engine.ops.sampler import PARAMS, SampleRows
-from engine.step.runner import Plan, Row
-from engine.step.sequence import Sequence
+from engine.step.runner import NewSequence, Plan, Row
 
 PENDING = -1
 """In the place of a token that only the device knows yet."""
@@ -26,12 +24,19 @@ PENDING = -1
 
 class DeviceRows:
     """Rows for sequences. Grows when more sequences live at once than `capacity`. ops: asked what else a step
-    needs on the device; without it the back end sends that itself."""
+    needs on the device; without it the back end sends that itself. vocab_size: the most that a top_k means."""
 
     def __init__(
-        self, capacity: int, max_blocks: int, block_size: int, device: torch.device, ops: Ops | None = None
+        self,
+        capacity: int,
+        max_blocks: int,
+        block_size: int,
+        device: torch.device,
+        ops: Ops | None = None,
+        vocab_size: int = 2**31 - 1,
     ) -> None:
         self._ops = ops
+        self._vocab_size = vocab_size
         self.block_size = block_size
         self.device = device
         self._rows: dict[int, int] = {}
@@ -55,7 +60,7 @@ class DeviceRows:
             row = self._rows.pop(seq_id, None)
             if row is not None:
                 self._free.append(row)
-        rows = np.fromiter((self._update(r.seq) for r in plan.rows), np.int32, len(plan.rows))
+        rows = np.fromiter(map(self._update, plan.rows), np.int32, len(plan.rows))
         start = np.fromiter((r.start for r in plan.rows), np.int64, len(rows))
         n = np.fromiter((r.n for r in plan.rows), np.int64, len(rows))
         ends = np.cumsum(n)
@@ -67,10 +72,8 @@ class DeviceRows:
             raise ValueError("a token's slot is in the null block: its table is too short")
         draws = [(i, b, k) for i, r in enumerate(plan.rows) for k, b in enumerate(r.draws)]
         sampled = np.fromiter((i for i, _, _ in draws), np.int64, len(draws))
-        # Tokens of the row behind the one that is drawn: drafts.
-        behind = np.fromiter(
-            (max(0, len(plan.rows[i].drafts) - k) for i, _, k in draws), np.int64, len(draws)
-        )
+        # Tokens of the row that come after the one that is drawn: drafts.
+        behind = np.fromiter((max(0, plan.rows[i].drafts - k) for i, _, k in draws), np.int64, len(draws))
         params = self._params[rows[sampled]]
         params["branch"] = [b for _, b, _ in draws]
         kv_lens = start + n
@@ -79,43 +82,40 @@ class DeviceRows:
         beside = self._ops.beside(q_lens_host, kv_lens_host, drawn_rows) if self._ops else Beside()
         host_ids = _tokens(plan.rows)
         pending = np.flatnonzero(host_ids == PENDING)
-        token_ids, slots, logit_rows, drawing, positions_, row_ids, q_starts, lens, *more = self._upload(
-            [
-                host_ids,
-                blocks * self.block_size + offset,
-                ends[sampled] - 1 - behind,
-                rows[sampled].astype(np.int64),
-                positions.astype(np.int32),
-                rows,
-                np.concatenate(([0], ends)).astype(np.int32),
-                kv_lens.astype(np.int32),
-                *beside.work,
-                *(() if beside.sampling is None else (beside.sampling,)),
-                *((pending, np.repeat(rows, n)[pending].astype(np.int64)) if len(pending) else ()),
-                *self._table_changes(),
-            ]
-        )
-        work, more = more[: len(beside.work)], more[len(beside.work) :]
-        if beside.sampling is not None:
-            drawn_rows.sent, *more = more
+        upload = _Upload()
+        token_ids = upload.add(host_ids)
+        slots = upload.add(blocks * self.block_size + offset)
+        logit_rows = upload.add(ends[sampled] - 1 - behind)
+        drawing = upload.add(rows[sampled].astype(np.int64))
+        positions_ = upload.add(positions.astype(np.int32))
+        row_ids = upload.add(rows)
+        q_starts = upload.add(np.concatenate(([0], ends)).astype(np.int32))
+        lens = upload.add(kv_lens.astype(np.int32))
+        work = [upload.add(array) for array in beside.work]
+        sampling = None if beside.sampling is None else upload.add(beside.sampling)
+        waiting = (upload.add(pending), upload.add(np.repeat(rows, n)[pending].astype(np.int64)))
+        where, blocks_there = self._table_changes()
+        places, changed = upload.add(where), upload.add(blocks_there)
+        there = self._upload(upload.arrays)
+        if sampling is not None:
+            drawn_rows.sent = there[sampling]
         if len(pending):
-            at, of, *more = more
-            token_ids.index_copy_(0, at, self._last[of])
-        if more:
-            self._device.view(-1).index_copy_(0, *more)
-        self._drawing = drawing
+            there[token_ids].index_copy_(0, there[waiting[0]], self._last[there[waiting[1]]])
+        if len(there[places]):
+            self._device.view(-1).index_copy_(0, there[places], there[changed])
+        self._drawing = there[drawing]
         batch = StepInput(
-            token_ids=token_ids,
-            positions=positions_,
-            slots=slots,
+            token_ids=there[token_ids],
+            positions=there[positions_],
+            slots=there[slots],
             tables=self._device,
-            rows=row_ids,
-            q_starts=q_starts,
-            kv_lens=lens,
-            logit_rows=logit_rows,
+            rows=there[row_ids],
+            q_starts=there[q_starts],
+            kv_lens=there[lens],
+            logit_rows=there[logit_rows],
             q_lens=q_lens_host,
             kv_lens_host=kv_lens_host,
-            work=work,
+            work=[there[i] for i in work],
             note=beside.note,
         )
         return batch, drawn_rows
@@ -125,29 +125,27 @@ class DeviceRows:
         before the host has seen them. Of a row that draws several any one is kept; -1 becomes 0."""
         self._last.index_copy_(0, self._drawing, tokens.clamp(min=0))
 
-    def _update(self, seq: Sequence) -> int:
-        """The sequence's row, its table and (once) its parameters brought up to date."""
-        row = self._rows.get(seq.seq_id)
-        first = seq.table_changed_from
-        if row is None:
-            row = self._rows[seq.seq_id] = self._new_row()
-            first = 0
-            p = seq.request.params
-            self._params[row] = (
-                p.temperature or 0,
-                p.top_p or 1,
-                p.min_p,
-                p.top_k or 0,
-                p.seed or 0,
-                seq.branch,
-            )
-        table = seq.table
-        if first < len(table):
-            self._tables[row, first : len(table)] = table[first:]
+    def _update(self, row: Row) -> int:
+        """Where the sequence's row is; its table and (at first sight) its parameters are brought up to date."""
+        at = self._rows.get(row.seq_id)
+        if row.new is not None:
+            if at is None:
+                at = self._rows[row.seq_id] = self._new_row()
+            self._params[at] = self._sampling(row.new)
+        if at is None:
+            raise ValueError(f"sequence {row.seq_id} has no row, and its plan does not say what it is")
+        if row.table:
+            first, end = row.table_from, row.table_from + len(row.table)
+            self._tables[at, first:end] = row.table
             if self._device is not self._host:
-                self._changed.append((row, first, len(table)))
-        seq.table_changed_from = len(table)
-        return row
+                self._changed.append((at, first, end))
+        return at
+
+    def _sampling(self, new: NewSequence) -> tuple[float | int, ...]:
+        """A record of PARAMS. A top_k over the vocabulary keeps all of it, as that size does."""
+        p = new.params
+        top_k = min(p.top_k or 0, self._vocab_size)
+        return p.temperature or 0, p.top_p or 1, p.min_p or 0, top_k, p.seed or 0, new.branch
 
     def _new_row(self) -> int:
         if not self._free:
@@ -160,10 +158,10 @@ class DeviceRows:
             self._free = list(range(2 * n - 1, n - 1, -1))
         return self._free.pop()
 
-    def _table_changes(self) -> tuple[NDArray[np.generic], ...]:
-        """(places in the flat tables int64, blocks int32) that the device lacks; nothing without any."""
+    def _table_changes(self) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
+        """Places in the flat tables, and the blocks there, that the device lacks."""
         if not self._changed:
-            return ()
+            return np.empty(0, np.int64), np.empty(0, np.int32)
         width = self._tables.shape[1]
         places = [np.arange(row * width + a, row * width + b) for row, a, b in self._changed]
         blocks = [self._tables[row, a:b] for row, a, b in self._changed]
@@ -171,9 +169,21 @@ class DeviceRows:
         return np.concatenate(places), np.concatenate(blocks)
 
     def _upload(self, arrays: list[NDArray[np.generic]]) -> list[torch.Tensor]:
+        """The arrays on the device. On a CPU they stay where they are."""
         if self.device.type == "cpu":
             return [torch.from_numpy(np.ascontiguousarray(a)) for a in arrays]
         return packed(arrays, pin=True, copy=lambda t: t.to(self.device, non_blocking=True))
+
+
+class _Upload:
+    """Arrays that travel to the device together; each is named by the number that `add` gave it."""
+
+    def __init__(self) -> None:
+        self.arrays: list[NDArray[np.generic]] = []
+
+    def add(self, array: NDArray[np.generic]) -> int:
+        self.arrays.append(array)
+        return len(self.arrays) - 1
 
 
 def packed(
@@ -200,8 +210,6 @@ def packed(
 def _tokens(rows: list[Row]) -> NDArray[np.int64]:
     """Token ids of the step, flat; PENDING for those that a step in flight has yet to sample."""
     if all(r.n == 1 for r in rows):
-        known = (r.seq.tokens[r.start] if r.start < len(r.seq.tokens) else PENDING for r in rows)
-        return np.fromiter(known, np.int64, len(rows))
-    # Slices are copies: a view would forbid the sequence to grow while it lives.
+        return np.fromiter((r.tokens[0] if r.tokens else PENDING for r in rows), np.int64, len(rows))
     parts = [np.asarray(r.tokens or (PENDING,), dtype=np.int64) for r in rows]
     return np.concatenate(parts)

@@ -3,29 +3,36 @@
 Owns the order, which is that of transformers' processors: bias, repetition, then presence and frequency (as
 OpenAI defines them, over the output alone), bad words, least length; temperature and the filters come after,
 in the sampler. Rows are changed in place, so every sampler (torch, C, a kernel) sees the same logits. A
-token that must not come gets BANNED, which is finite: a row with an infinity is a row gone bad. Also
-tells the model's own log probabilities, read before anything is changed.
+token that must not come gets BANNED, which is finite: a row with an infinity counts as gone bad. Keeps the
+tokens of the sequences that it shapes. Also reads the model's own log probabilities before anything is changed.
 """
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from operator import index
 
 import torch
 from torch import Tensor
 
+from engine.errors import one_line
 from engine.params import SamplingParams
-from engine.step.runner import Logprob, Row
+from engine.step.runner import Logprob, NewSequence, Plan, Row
 
 BANNED = -1e30
 """Probability 0 at any temperature, and no sum over a vocabulary overflows."""
 
+NOTHING_LEFT = (
+    "bad_words, logit_bias and min_tokens ban every token of the vocabulary, so none can be drawn: ban fewer"
+)
+
 
 @dataclass(slots=True)
 class _Marks:
-    """What one sequence's shaping needs on the device: how often each token stands in its output [vocab], whether it
-    stands in prompt or output [vocab] (both empty without a penalty), and its constant ids."""
+    """What one sequence's shaping needs on the device: how often each token occurs in its output [vocab], whether it
+    occurs in prompt or output [vocab] (both empty without a penalty), and its constant ids."""
 
     counted: int
     counts: Tensor
@@ -35,27 +42,70 @@ class _Marks:
     ends: Tensor
 
 
+@dataclass(slots=True)
+class _Asked:
+    """A sequence whose logits are shaped, or whose log probabilities are wanted. tokens: all that were scheduled."""
+
+    new: NewSequence
+    logprobs: int | None
+    tokens: array[int]
+    ends: list[int] = field(default_factory=list)
+    marks: _Marks | None = None
+
+
 class Shaper:
-    """Marks by sequence id; `forget` those whose rows are given up."""
+    """What the requests of the running sequences ask. Call `take` once a step, before anything else."""
 
     def __init__(self) -> None:
-        self._marks: dict[int, _Marks] = {}
+        self._asked: dict[int, _Asked] = {}
 
-    def forget(self, seq_ids: Iterable[int]) -> None:
-        """Drop what was kept for them; a sequence that comes back is marked anew from its tokens."""
-        for seq_id in seq_ids:
-            self._marks.pop(seq_id, None)
+    def take(self, plan: Plan) -> dict[int, str]:
+        """Learn of new sequences and tokens, forget retired ones. Returns row -> what is wrong with its request."""
+        wrong: dict[int, str] = {}
+        for seq_id in plan.retired:
+            self._asked.pop(seq_id, None)
+        for i, row in enumerate(plan.rows):
+            if row.new is not None:
+                self._asked.pop(row.seq_id, None)
+                try:
+                    self._meet(row.seq_id, row.new)
+                except Exception as error:
+                    wrong[i] = one_line(error)
+            asked = self._asked.get(row.seq_id)
+            if asked is not None and row.start + len(row.tokens) > len(asked.tokens):
+                asked.tokens[row.start :] = row.tokens
+        return wrong
 
-    def apply(self, logits: Tensor, rows: Sequence[Row]) -> None:
-        """Shapes, in place, the rows of logits [L, vocab] whose requests ask for it."""
-        for i, row in enumerate(rows):
-            if row.seq.request.params.shapes_logits:
-                self._shape(logits[i], row)
+    def _meet(self, seq_id: int, new: NewSequence) -> None:
+        k = new.params.logprobs
+        if k is not None or new.params.shapes_logits:
+            ends = sorted({*new.eos_token_ids, *new.params.stop_token_ids})
+            self._asked[seq_id] = _Asked(new, None if k is None else index(k), new.tokens[:], ends)
 
-    def _shape(self, logits: Tensor, row: Row) -> None:
-        request = row.seq.request
-        params, known = request.params, row.start + row.n
-        marks = self._marked(logits, row, known)
+    def logprobs(self, row: Row) -> int | None:
+        """Likeliest tokens to return with each token of the row; None: nothing is wanted."""
+        asked = self._asked.get(row.seq_id)
+        return row.top or (asked.logprobs if asked else None)
+
+    def apply(self, logits: Tensor, rows: Sequence[Row]) -> dict[int, str]:
+        """Shapes, in place, the rows of logits [L, vocab] whose requests ask for it. Returns for rows of which
+        no token can be drawn why."""
+        wrong: dict[int, str] = {}
+        for i, row in enumerate(rows if self._asked else ()):
+            asked = self._asked.get(row.seq_id)
+            if asked is None or not asked.new.params.shapes_logits:
+                continue
+            try:
+                if not self._shape(logits[i], row, asked):
+                    wrong[i] = NOTHING_LEFT
+            except Exception as error:
+                wrong[i] = one_line(error)
+        return wrong
+
+    def _shape(self, logits: Tensor, row: Row, asked: _Asked) -> bool:
+        """False if every token is banned."""
+        params, known = asked.new.params, row.start + row.n
+        marks = self._marked(logits, asked, known)
         wide = logits if logits.dtype == torch.float64 else logits.float()
         if len(marks.bias_ids):
             wide = wide.index_add(0, marks.bias_ids, marks.bias.to(wide.dtype))
@@ -66,32 +116,34 @@ class Shaper:
             wide = wide - params.frequency_penalty * marks.counts
         if params.presence_penalty:
             wide = wide - params.presence_penalty * (marks.counts > 0)
-        banned = _banned(params, row.seq.tokens, known)
+        banned = _banned(params, asked.tokens, known)
         if banned:
             wide = wide.index_fill(0, _there(banned, torch.int64, wide.device), BANNED)
-        if known - request.prompt_tokens < params.min_tokens and len(marks.ends):
+        if known - asked.new.prompt_tokens < params.min_tokens and len(marks.ends):
             wide = wide.index_fill(0, marks.ends, BANNED)
+            banned += asked.ends
         logits.copy_(wide)
+        banned += [t for t, b in params.logit_bias if b <= BANNED]
+        return len(banned) < len(logits) or len({t for t in banned if t < len(logits)}) < len(logits)
 
-    def _marked(self, logits: Tensor, row: Row, known: int) -> _Marks:
-        request, tokens = row.seq.request, row.seq.tokens
-        params, device, vocab = request.params, logits.device, len(logits)
-        marks = self._marks.get(row.seq.seq_id)
+    def _marked(self, logits: Tensor, asked: _Asked, known: int) -> _Marks:
+        new, tokens = asked.new, asked.tokens
+        params, device, vocab = new.params, logits.device, len(logits)
+        marks = asked.marks
         if marks is None or marks.counted > known:
             size = vocab if params.counts_tokens else 0
-            ends = sorted({*request.eos_token_ids, *params.stop_token_ids})
-            marks = self._marks[row.seq.seq_id] = _Marks(
+            marks = asked.marks = _Marks(
                 0,
                 torch.zeros(size, dtype=torch.int32, device=device),
                 torch.zeros(size, dtype=torch.bool, device=device),
                 _there([t for t, _ in params.logit_bias], torch.int64, device),
-                _there([b for _, b in params.logit_bias], torch.float64, device),
-                _there([t for t in ends if t < vocab], torch.int64, device),
+                _there([max(b, BANNED) for _, b in params.logit_bias], torch.float64, device),
+                _there([t for t in asked.ends if t < vocab], torch.int64, device),
             )
         if params.counts_tokens and marks.counted < known:
-            new = _there(tokens[marks.counted : known], torch.int64, device)
-            marks.seen[new] = True
-            sampled = new[max(0, request.prompt_tokens - marks.counted) :]
+            fresh = _there(tokens[marks.counted : known], torch.int64, device)
+            marks.seen[fresh] = True
+            sampled = fresh[max(0, new.prompt_tokens - marks.counted) :]
             marks.counts.index_add_(0, sampled, torch.ones_like(sampled, dtype=torch.int32))
         marks.counted = known
         return marks
@@ -110,10 +162,9 @@ def _banned(params: SamplingParams, tokens: Sequence[int], known: int) -> list[i
 class Logprobs:
     """The model's own log probabilities of the rows that ask, read before the logits are shaped."""
 
-    def __init__(self, logits: Tensor, rows: Sequence[Row]) -> None:
-        """logits [L, vocab] of `rows`."""
-        asked = {i: row.top or row.seq.request.params.logprobs for i, row in enumerate(rows)}
-        self._asked = {i: k for i, k in asked.items() if k is not None}
+    def __init__(self, logits: Tensor, wanted: Iterable[int | None]) -> None:
+        """wanted: for each row of logits [L, vocab] how many likeliest tokens; None: nothing of it."""
+        self._asked = {i: k for i, k in enumerate(wanted) if k is not None}
         if self._asked:
             wide = torch.stack([logits[i] for i in self._asked])  # a list of indices would have to get there
             self._all = (wide if wide.dtype == torch.float64 else wide.float()).log_softmax(-1)

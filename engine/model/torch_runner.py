@@ -7,6 +7,7 @@ engine thread. A step is copies, forward, sampling, in this order and never spli
 from __future__ import annotations
 
 import time
+from array import array
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field, replace
@@ -41,8 +42,7 @@ from engine.ops import get_ops
 from engine.ops.base import StepInput
 from engine.ops.profiling.step_profile import Profiler
 from engine.params import SamplingParams
-from engine.step.runner import Plan, Recomputed, Row, StepOutput
-from engine.step.sequence import Request, Sequence
+from engine.step.runner import NewSequence, Plan, Recomputed, Row, StepOutput
 
 if TYPE_CHECKING:
     from engine.model.graphs import DecodeGraphs
@@ -135,7 +135,9 @@ class TorchRunner:
         self.notice = "; ".join(filter(None, (model.notice, short)))
         self.kv_dtype = "fp8" if cache_size.scale_bytes else self.dtype
         blocks = -(-max_model_len // cache_size.block_size) + 1
-        self._rows = DeviceRows(config.max_num_seqs, blocks, cache_size.block_size, ops.device, ops)
+        self._rows = DeviceRows(
+            config.max_num_seqs, blocks, cache_size.block_size, ops.device, ops, self.vocab_size
+        )
         self._cost = StepCost(model.config) if self.device == "cpu" else None
         self._shaper = Shaper()
         beside = config.async_scheduling
@@ -208,7 +210,7 @@ class TorchRunner:
         """Everything of a step that the host has to do before its tokens are known; on a GPU it only queues."""
         t0 = time.perf_counter()
         batch, sampled = self._rows.apply(plan)
-        self._shaper.forget(plan.retired)
+        errors = self._shaper.take(plan)
         if plan.copies:
             self.model.ops.copy_blocks(self.cache, plan.copies)
         if not plan.rows:
@@ -219,9 +221,10 @@ class TorchRunner:
         clock = _GpuClock() if self.device == "cuda" else None
         logits = profiler.forward(batch, self.cache) if profiler else self._forward(batch)
         t2 = time.perf_counter()
-        drawing = [row for row in plan.rows for _ in row.draws]
-        logprobs = Logprobs(logits, drawing)
-        self._shaper.apply(logits, drawing)
+        drawing = [i for i, row in enumerate(plan.rows) for _ in row.draws]
+        rows = [plan.rows[i] for i in drawing]
+        logprobs = Logprobs(logits, map(self._shaper.logprobs, rows))
+        errors |= {drawing[at]: why for at, why in self._shaper.apply(logits, rows).items()}
         drawn, likely = None, []
         if drawing:
             ids = self.model.ops.draw(logits, sampled)
@@ -237,7 +240,7 @@ class TorchRunner:
             self._cost.observe(batch.q_lens, batch.kv_lens_host, t2 - t1)
         queued = time.perf_counter() - t2
         slowed = profiler is not None and clock is not None
-        return _Ticket(plan, t1 - t0, t2 - t1, queued, drawn, logprobs, likely, clock, slowed)
+        return _Ticket(plan, t1 - t0, t2 - t1, queued, drawn, logprobs, likely, clock, slowed, errors)
 
     @torch.inference_mode()
     def collect(self, ticket: _Ticket) -> StepOutput:
@@ -247,7 +250,11 @@ class TorchRunner:
         ids, bad = ticket.drawn.read() if ticket.drawn else ([], [])
         waited = time.perf_counter() - t0
         output = StepOutput(
-            [[] for _ in rows], [], ticket.t_prepare, ticket.t_forward, ticket.t_sample + waited
+            [[] for _ in rows],
+            errors=ticket.errors,
+            t_prepare=ticket.t_prepare,
+            t_forward=ticket.t_forward,
+            t_sample=ticket.t_sample + waited,
         )
         output.t_gpu = ticket.clock.read() if ticket.clock else None
         sampling = [i for i, row in enumerate(rows) for _ in row.draws]
@@ -256,10 +263,12 @@ class TorchRunner:
         for i in dict.fromkeys(sampling[at] for at, n in enumerate(bad) if n):
             output.token_ids[i] = []
             output.bad_rows.append(i)
+        for i in ticket.errors:
+            output.token_ids[i] = []
         if ticket.logprobs:
-            for i, told in ticket.logprobs.of(*(t.read() for t in ticket.likely)).items():
+            for i, found in ticket.logprobs.of(*(t.read() for t in ticket.likely)).items():
                 if output.token_ids[sampling[i]]:
-                    output.logprobs.setdefault(sampling[i], []).append(told)
+                    output.logprobs.setdefault(sampling[i], []).append(found)
         if self._profiler is not None:
             self._events += self._profiler.take()
         output.events = self._events[:]
@@ -273,14 +282,13 @@ class TorchRunner:
         ops, size = self.model.ops, self.block_size
         scratch = allocate(replace(self.cache_size, num_blocks=len(blocks) + 1), ops.device, ops.dtype)
         rows = DeviceRows(1, len(blocks) + 1, size, ops.device)
-        seq = Sequence(-1, Request(-1, token_ids, SamplingParams(temperature=0.0), 0.0))
-        seq.table = list(range(1, len(blocks) + 1))
+        table = list(range(1, len(blocks) + 1))
         for start in range(0, len(token_ids), 512):
-            n = min(512, len(token_ids) - start)
-            batch, _ = rows.apply(Plan(0, [Row(seq, start, n, False)]))
+            row = _own_row(token_ids[start : start + 512], table, start)
+            batch, _ = rows.apply(Plan(0, [row]))
             self.model.forward(batch, scratch)
         return Recomputed(
-            distance(self.cache, blocks, scratch, seq.table),
+            distance(self.cache, blocks, scratch, table),
             tolerance(self.kv_dtype, self.config.quantization),
         )
 
@@ -307,10 +315,9 @@ class TorchRunner:
     def warm_up(self) -> None:
         """Two forwards over blocks that nobody owns yet: compiles, pages in, measures the step cost."""
         n = min(64, self.max_model_len, self.cache_size.usable_tokens)
-        seq = Sequence(-1, Request(-1, [0] * n, SamplingParams(temperature=0.0), 0.0))
-        seq.table = list(range(1, -(-n // self.block_size) + 1))
+        row = _own_row([0] * n, range(1, -(-n // self.block_size) + 1), draws=(0,))
         for _ in range(2):
-            self.execute(Plan(0, [Row(seq, 0, n, True)]))
+            self.execute(Plan(0, [row]))
         self.execute(Plan(0, retired=[-1]))
         if isinstance(self.model, Decoder):
             self._profiler = Profiler(self.model)
@@ -345,10 +352,9 @@ def _profile_gpu(model: Model, config: EngineConfig) -> int:
     blocks = -(-tokens // config.block_size) + 1
     small = plan_size(model.config, replace(config, num_blocks=blocks), model.ops.dtype)
     cache = allocate(small, device, model.ops.dtype)
-    seq = Sequence(-1, Request(-1, [0] * tokens, SamplingParams(temperature=0.0), 0.0))
-    seq.table = list(range(1, blocks))
     model.reach(tokens)
-    batch, _ = DeviceRows(1, blocks, config.block_size, device).apply(Plan(0, [Row(seq, 0, tokens, True)]))
+    row = _own_row([0] * tokens, range(1, blocks), draws=(0,))
+    batch, _ = DeviceRows(1, blocks, config.block_size, device).apply(Plan(0, [row]))
     torch.cuda.reset_peak_memory_stats(device)
     model.forward(batch, cache)
     torch.cuda.synchronize(device)
@@ -365,10 +371,19 @@ def _profile_gpu(model: Model, config: EngineConfig) -> int:
     return left
 
 
+def _own_row(
+    token_ids: SequenceOf[int], table: SequenceOf[int], start: int = 0, draws: tuple[int, ...] = ()
+) -> Row:
+    """A row of the runner's own, which belongs to no request: sequence -1, greedy."""
+    new = NewSequence(SamplingParams(temperature=0.0), 0, len(token_ids), frozenset(), array("i"))
+    tokens = array("i", token_ids)
+    return Row(-1, start, len(tokens), tokens, draws, table=list(table), new=new)
+
+
 @dataclass(slots=True)
 class _Ticket:
     """A launched step. Times in seconds; t_sample: until it was queued. drawn is None where nothing samples;
-    likely: what `logprobs` looked up, if a row asks."""
+    likely: what `logprobs` looked up, if a row asks; errors: row -> why its request gets no token."""
 
     plan: Plan
     t_prepare: float
@@ -379,6 +394,7 @@ class _Ticket:
     likely: list[_ToHost] = field(default_factory=list)
     clock: _GpuClock | None = None
     slowed: bool = False
+    errors: dict[int, str] = field(default_factory=dict)
 
 
 class _ToHost:

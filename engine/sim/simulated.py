@@ -18,11 +18,11 @@ from engine.errors import SetupError
 from engine.events import DeviceSample
 from engine.files.model_files import Progress
 from engine.loaded import Built
-from engine.sim import hardware as machines
+from engine.sim import hardware
 from engine.sim.cost import Cost, Work
 from engine.sim.synthetic import Language, SyntheticTokenizer
 from engine.sizing.kv_shape import KvShape
-from engine.step.runner import Logprob, Plan, Recomputed, Row, StepOutput
+from engine.step.runner import Logprob, NewSequence, Plan, Recomputed, Row, StepOutput
 
 VOCABULARY = 1 << 17
 SHORTEST, SPREAD = 24, 200
@@ -52,7 +52,7 @@ class Simulation:
 
     def build(self, config: EngineConfig, progress: Progress) -> Built:
         """The parts of an engine. Raises SetupError where the model is not known or does not fit."""
-        machine = machines.find(self.machine)
+        machine = hardware.find(self.machine)
         name, raw = sizing.load(self.model, revision=config.revision, progress=progress)
         weights = self.weights or sizing.published_format(raw)
         if weights is None:
@@ -103,7 +103,7 @@ class Simulation:
 
 def _num_blocks(
     config: EngineConfig,
-    machine: machines.Machine,
+    machine: hardware.Machine,
     shape: KvShape,
     weights_bytes: int,
     bytes_per_block: int,
@@ -169,6 +169,8 @@ class SimulatedRunner:
         self._cost, self._clock, self._language = cost, clock, language
         self._busy = self._moved = 0.0
         self._sampled_at = clock.now()
+        self._known: dict[int, NewSequence] = {}
+        """What was said of each sequence that is not retired."""
 
     def audit(self, token_ids: Sequence[int], blocks: list[int]) -> Recomputed:
         """There is no KV to compare."""
@@ -181,11 +183,12 @@ class SimulatedRunner:
     def execute(self, plan: Plan) -> StepOutput:
         """Let the step's time pass."""
         rows = plan.rows
+        for seq_id in plan.retired:
+            self._known.pop(seq_id, None)
+        self._known |= {row.seq_id: row.new for row in rows if row.new is not None}
         time = self._cost.step([(r.start, r.n) for r in rows], sum(len(r.draws) for r in rows))
-        for row in rows:
-            row.seq.table_changed_from = len(row.seq.table)
         token_ids = [
-            [self._next(row, b, max(0, len(row.drafts) - k)) for k, b in enumerate(row.draws)] for row in rows
+            [self._next(row, b, max(0, row.drafts - k)) for k, b in enumerate(row.draws)] for row in rows
         ]
         logprobs = {i: [self._beam(row)] for i, row in enumerate(rows) if row.top}
         self._busy += time.gpu
@@ -215,14 +218,15 @@ class SimulatedRunner:
 
     def _beam(self, row: Row) -> Logprob:
         """Continuations that fall by an even step: one beam leads, the others stay close."""
-        tokens = dict.fromkeys(self._next(row, row.seq.branch + i) for i in range(4 * row.top))
+        own = self._known[row.seq_id].branch
+        tokens = dict.fromkeys(self._next(row, own + i) for i in range(4 * row.top))
         ids = list(tokens)[: row.top]
         return Logprob(0.0, ids, [-0.5 - 0.1 * i for i in range(len(ids))])
 
     def _next(self, row: Row, branch: int, behind: int = 0) -> int:
-        request = row.seq.request
-        at = row.start + row.n - behind - request.prompt_tokens
-        seed = (request.params.seed or 0) + (branch << 40)
-        if request.eos_token_ids and at >= SHORTEST + seed % SPREAD and at % self._language.sentence == 0:
+        known = self._known[row.seq_id]
+        at = row.start + row.n - behind - known.prompt_tokens
+        seed = (known.params.seed or 0) + (branch << 40)
+        if known.eos_token_ids and at >= SHORTEST + seed % SPREAD and at % self._language.sentence == 0:
             return 0
         return self._language.token(seed, at)

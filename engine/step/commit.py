@@ -1,138 +1,209 @@
-"""Growth: what sampled tokens make of sequences: text, ends, new branches, the moves of a beam search.
+"""Commit: what an executed step changes, phase by phase, in the order of its events.
 
-Owns the stop checks and the one way a branch is born. Called at the commit of a step, between the rows that
-were executed and the events that tell of them; emits SequenceForked.
+Owns that order: tokens, then drafts, dropped beams, publications, ends. Invariants: a block is published only after
+the stop check, so what is hashed is exactly what was computed; a failure while one request is committed ends that
+request alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import count
 
-from engine.events import Event, SequenceForked
+from engine.errors import one_line
+from engine.events import BeamPruned, DraftVerified, Event, TokenLogprobs, TokensSampled
 from engine.kv.paging import Paging
 from engine.step.beam import BeamSearch
-from engine.step.runner import Row
-from engine.step.sequence import Request
-from engine.step.sequence import Sequence as Branch
+from engine.step.detok import Pieces
+from engine.step.ending import Ending
+from engine.step.flight import Flight, Flights
+from engine.step.generation import PRUNED, Generation, Grown
+from engine.step.runner import Logprob, Row, StepOutput
+from engine.step.scheduler import Scheduler
+from engine.step.sequence import Request, Sequence
 
-PRUNED = "pruned"
-"""finish_reason of a beam that was dropped; its request goes on without it."""
-
-Grown = tuple[Branch, list[int], str]
-"""A branch, the tokens that it sampled in this step, and the text that became visible."""
+_NOT_FINITE = "the model gave NaN or infinite logits; its cached blocks were dropped"
 
 
-class Growth:
-    """seq_ids: numbers for branches; emit gets events in order."""
+@dataclass(slots=True)
+class _Outcome:
+    """A step while it is being committed."""
+
+    output: StepOutput
+    now: float
+    rows: list[tuple[int, Sequence, Row]]
+    """Those that count, with their place in the plan."""
+    bad: dict[Request, None] = field(default_factory=dict)
+    """Requests whose logits were not finite."""
+    searches: dict[Request, BeamSearch] = field(default_factory=dict)
+    """Beam searches that got new offers."""
+    advanced: list[Grown] = field(default_factory=list)
+    logprobs: list[tuple[int, int, Logprob]] = field(default_factory=list)
+    """(sequence, token, what the model thought of it), where a request asks."""
+    pruned: list[Sequence] = field(default_factory=list)
+    done: dict[Request, None] = field(default_factory=dict)
+
+
+class Commit:
+    """The commit of one step after another."""
 
     def __init__(
-        self, paging: Paging, seq_ids: Iterator[int], emit: Callable[[Event], None], max_model_len: int
+        self,
+        paging: Paging,
+        scheduler: Scheduler,
+        flights: Flights,
+        generation: Generation,
+        ending: Ending,
+        pieces: Pieces,
+        emit: Callable[[Event], None],
+        clock: Callable[[], float],
     ) -> None:
         self._paging = paging
-        self._seq_ids = seq_ids
+        self._scheduler = scheduler
+        self._flights = flights
+        self._generation = generation
+        self._ending = ending
+        self._pieces = pieces
         self._emit = emit
-        self._max_model_len = max_model_len
+        self._clock = clock
 
-    def fork(self, parent: Branch) -> Branch:
-        """A child that shares the parent's computed blocks."""
-        request = parent.request
-        child = Branch(next(self._seq_ids), request, branch=len(request.branches))
-        child.tokens = parent.tokens[:]
-        child.detok = parent.detok.fork() if parent.detok else None
-        request.branches.append(child)
-        self._emit(SequenceForked(request.request_id, parent.seq_id, child.seq_id))
-        self._paging.fork(parent, child)
-        return child
+    def apply(self, flight: Flight, output: StepOutput) -> None:
+        """`flight` was executed with this output and is in flight no more."""
+        step = self._outcome(flight, output)
+        self._take_offers(step)
+        self._advance(step)
+        self._move_beams(step)
+        self._report_tokens(step)
+        self._verify_drafts(step)
+        self._drop_beams(step)
+        self._publish(step)
+        self._end(step)
 
-    def advance(self, row: Row, new: list[int], now: float) -> list[Grown]:
-        """One executed row: its KV is there, its sampled tokens are appended, a token to each branch where
-        samples part. Returns the branches, what they sampled and what that shows."""
-        seq, end = row.seq, row.start + row.n - len(row.drafts)
-        text = ""
-        if row.drafts and new:
-            # A sample behind a draft counts if the samples agree with all drafts before it.
-            agreed = next((i for i, d in enumerate(row.drafts) if d != new[i]), len(row.drafts))
-            known = len(seq)
-            text = self._extend(seq, new[: agreed + 1], now)
-            new = new[: len(seq) - known]
-            end = row.start + len(new)
-        if row.start < seq.high_computed:
-            seq.request.recomputed_tokens += min(end, seq.high_computed) - row.start
-        seq.num_computed = end
-        seq.high_computed = max(seq.high_computed, end)
-        if row.drafts:
-            return [(seq, new, text)]
-        if not row.branches or not new:
-            return [(seq, new, self._extend(seq, new, now))]
-        seq.request.parted = True
-        branches = [seq, *(self.fork(seq) for _ in new[1:])]
-        return [(b, [token], self._extend(b, [token], now)) for b, token in zip(branches, new, strict=True)]
+    def _outcome(self, flight: Flight, output: StepOutput) -> _Outcome:
+        """Which rows count, and which of their requests have failed already."""
+        rows = list(zip(count(), flight.seqs, flight.plan.rows))
+        if len(flight.live) < len(rows):
+            rows = [one for one in rows if one[1] in flight.live]
+        step = _Outcome(output, self._clock(), rows)
+        if output.bad_rows or output.errors:
+            for i, seq, _ in rows:
+                if i in output.bad_rows:
+                    step.bad[seq.request] = None
+                elif i in output.errors:
+                    seq.request.error = output.errors[i]
+        return step
 
-    def move_beams(
-        self,
-        request: Request,
-        search: BeamSearch,
-        advanced: list[Grown],
-        now: float,
-    ) -> list[Branch]:
-        """One step of a beam search, once every beam has offered its continuations: extends and forks
-        branches (in `advanced`, too). Returns those that are dropped, marked as such."""
-        beams = request.live
-        # After a preemption the beams catch up one by one; the first ones wait.
-        if any(s.num_computed < len(s) or not search.has_offered(s.seq_id) for s in beams):
-            return []
-        request.parted = True
-        by_id = {s.seq_id: s for s in request.branches}
-        length = len(beams[0]) - request.prompt_tokens
-        moves, displaced = search.step([s.seq_id for s in beams], length)
-        for seq in beams:  # before the forks, which then share what is published
-            self._paging.publish(seq, seq.num_computed)
-        # The first move of a beam takes its own branch; all others fork before any of them is extended.
-        taken: set[int] = set()
-        heirs: list[Branch] = []
-        for move in moves:
-            parent = by_id[move.parent]
-            heirs.append(self.fork(parent) if move.parent in taken else parent)
-            taken.add(move.parent)
-        place = {seq: i for i, (seq, _, _) in enumerate(advanced)}
-        for move, seq in zip(moves, heirs, strict=True):
-            search.moved(move, seq.seq_id, length)
-            row = (seq, [move.token], self._extend(seq, [move.token], now))
-            if seq in place:
-                advanced[place[seq]] = row
-            else:
-                advanced.append(row)
-        pruned = [s for s in beams if s.seq_id not in taken] + [by_id[i] for i in displaced]
-        if search.over:
-            best = search.hypotheses[0].seq_id
-            pruned += [s for s in request.branches if s.seq_id != best and s not in pruned]
-        for seq in pruned:
-            seq.finish_reason = PRUNED
-        request.branches = [s for s in request.branches if s.finish_reason != PRUNED]
-        return pruned
+    def _take_offers(self, step: _Outcome) -> None:
+        """What each beam could go on with."""
+        for i, seq, row in step.rows:
+            request = seq.request
+            if row.top and request.search is not None and request.error is None and request not in step.bad:
+                with _alone(request):
+                    (offered,) = step.output.logprobs[i]
+                    request.search.offer(seq.seq_id, offered.top_ids, offered.top)
+                    step.searches[request] = request.search
 
-    def _extend(self, seq: Branch, new: list[int], now: float) -> str:
-        text = ""
-        for token in new:
-            text += self._append(seq, token, now)
-        if seq.finish_reason and seq.detok:
-            text += seq.detok.flush()
-        return text
+    def _advance(self, step: _Outcome) -> None:
+        """KV of the rows is there; what was sampled is appended."""
+        advance, now, token_ids, logprobs = (
+            self._generation.advance,
+            step.now,
+            step.output.token_ids,
+            step.output.logprobs,
+        )
+        for i, seq, row in step.rows:
+            plain = not row.top and seq.request.error is None and seq.request not in step.bad
+            grown = advance(seq, row, token_ids[i] if plain else [], now)
+            step.advanced += grown
+            if logprobs and plain:
+                tokens = [(branch.seq_id, token) for branch, new, _ in grown for token in new]
+                thoughts = logprobs.get(i, ())
+                step.logprobs += [(*one, p) for one, p in zip(tokens, thoughts, strict=False)]
 
-    def _append(self, seq: Branch, token: int, now: float) -> str:
-        """One sampled token: its visible text; sets finish_reason."""
-        if seq.finish_reason:
-            return ""
-        request, params = seq.request, seq.request.params
-        seq.tokens.append(token)
-        if request.t_first_token is None:
-            request.t_first_token = now
-        request.t_last_token = now
-        ends = token in request.eos_token_ids or token in params.stop_token_ids
-        may_stop = len(seq) - request.prompt_tokens >= params.min_tokens
-        text = seq.detok.push(token, may_stop) if seq.detok and not ends else ""
-        if ends or (seq.detok and seq.detok.stopped):
-            seq.finish_reason = "stop"
-        elif len(seq) - request.prompt_tokens >= params.max_tokens or len(seq) >= self._max_model_len:
-            seq.finish_reason = "length"
-        return text
+    def _move_beams(self, step: _Outcome) -> None:
+        """One step of each beam search whose beams have all offered."""
+        for request, search in step.searches.items():
+            with _alone(request):
+                step.pruned += self._generation.move_beams(request, search, step.advanced, step.now)
+
+    def _report_tokens(self, step: _Outcome) -> None:
+        """TokensSampled, and TokenLogprobs where a request asks."""
+        token_ids = [token for _, new, _ in step.advanced for token in new]
+        self._pieces.show(token_ids)
+        self._emit(
+            TokensSampled(
+                [seq.seq_id for seq, _, _ in step.advanced],
+                token_ids,
+                [len(new) for _, new, _ in step.advanced],
+                [seq.num_computed for seq, _, _ in step.advanced],
+                [text for _, _, text in step.advanced],
+            )
+        )
+        if step.logprobs:
+            self._pieces.show([token for _, _, p in step.logprobs for token in p.top_ids])
+            self._emit(
+                TokenLogprobs(
+                    [seq_id for seq_id, _, _ in step.logprobs],
+                    [token for _, token, _ in step.logprobs],
+                    [p.sampled for _, _, p in step.logprobs],
+                    [p.top_ids for _, _, p in step.logprobs],
+                    [p.top for _, _, p in step.logprobs],
+                )
+            )
+
+    def _verify_drafts(self, step: _Outcome) -> None:
+        """How many drafts were right; the slots of the others go back."""
+        for _, seq, row in step.rows:
+            if row.drafts and seq.request not in step.bad:
+                # All but the newest token are computed: that many of the drafts were right.
+                self._emit(DraftVerified(seq.seq_id, row.drafts, seq.num_computed - row.start - 1))
+                self._paging.truncate(seq, seq.num_computed)
+
+    def _drop_beams(self, step: _Outcome) -> None:
+        """Beams that do not go on release their blocks."""
+        for seq in step.pruned:
+            self._emit(BeamPruned(seq.request.request_id, seq.seq_id))
+            self._scheduler.retire(seq, self._flights)
+
+    def _publish(self, step: _Outcome) -> None:
+        """Blocks that this step filled become findable; branches that ended go."""
+        for seq, _, _ in step.advanced:
+            if seq.finish_reason == PRUNED:
+                continue
+            request = seq.request
+            if request.error is None and request not in step.bad:
+                self._paging.publish(seq, seq.num_computed)
+            if seq.finish_reason:
+                if request.live:
+                    self._scheduler.retire(seq, self._flights)
+                else:
+                    step.done[request] = None
+        step.done |= {request: None for request, search in step.searches.items() if search.over}
+
+    def _end(self, step: _Outcome) -> None:
+        """Requests that are through, and those that failed."""
+        failed = dict.fromkeys(s.request for _, s, _ in step.rows if s.request.error is not None)
+        for request in step.done:
+            if request not in failed:
+                self._ending.finish(request, request.branches[0].finish_reason or "stop")
+        for request in failed:
+            self._ending.finish(request, "error", request.error)
+        for request in step.bad:
+            if request in failed:
+                continue
+            readers = self._paging.invalidate(request.branches[0], self._flights)
+            self._ending.finish(request, "error", _NOT_FINITE)
+            self._scheduler.preempt_all(
+                readers, self._flights
+            )  # of the next step: they read before this was known
+
+
+@contextmanager
+def _alone(request: Request) -> Iterator[None]:
+    """Whatever raises inside ends this request, and no other."""
+    try:
+        yield
+    except Exception as error:
+        request.error = one_line(error)

@@ -1,72 +1,42 @@
 """EngineCore: one step of the engine, without threads. begin() schedules, finish() commits; step() composes.
 
-Owns the requests' lives (queued, refused, admitted, finished), the stop checks, the order of events and
-the cutting of batches. The clock is injected. A step counts as executed only if finish() got an output:
-otherwise nothing that it scheduled stays published, so no look-up ever returns unwritten KV.
+Owns the requests that wait or run, the steps in flight, and the cutting of batches. The clock is injected. A step
+counts as executed only if finish() got an output: otherwise nothing that it scheduled stays published, so no
+look-up ever returns unwritten KV.
 
-Over a runner that computes beside the host, step N + 1 is begun and launched before step N is finished
-(asynchronous scheduling). What N + 1 takes from the pool is then told in N's batch, as it happens; its own
-StepScheduled opens the batch that its commit cuts. An end that shows in N drops the row of N + 1: its token is
-nobody's. Whoever gets its blocks is written by a later step, and the runner computes steps in order.
+Over a runner that computes while the host goes on, step N + 1 is begun and launched before step N is finished
+(asynchronous scheduling). What N + 1 takes from the pool is then in N's batch, as it happens; its own StepScheduled
+opens the batch that its commit cuts. If N shows that a sequence has ended, the row of N + 1 for it does not count.
+The blocks that it gives back are safe to hand out: a later step writes them, and the runner computes steps in order.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as SequenceOf
 from itertools import count
 from typing import Any, Literal
 
 from engine.config import EngineConfig
-from engine.errors import SetupError
+from engine.errors import SetupError, one_line
 from engine.event_log import EventLog
-from engine.events import (
-    BeamPruned,
-    DraftVerified,
-    EngineError,
-    HitAudited,
-    PoolSnapshot,
-    RequestFinished,
-    RequestQueued,
-    StepBatch,
-    StepCompleted,
-    StepScheduled,
-    Timings,
-    TokenLogprobs,
-    TokenPieces,
-    TokensSampled,
-    Usage,
-)
+from engine.events import EngineError, PoolSnapshot, RequestQueued, StepBatch, StepCompleted
 from engine.kv.blocks import BlockPool
 from engine.kv.hashing import salt_digest
 from engine.kv.paging import Paging
 from engine.params import SamplingParams
 from engine.step.admission import Admission
 from engine.step.beam import BeamSearch
-from engine.step.commit import PRUNED, Grown, Growth
-from engine.step.detok import Detokenizer, TokenBytes
+from engine.step.commit import Commit
+from engine.step.detok import Pieces, TokenBytes
+from engine.step.ending import Ending, Finish
+from engine.step.flight import Flight, Flights
+from engine.step.generation import Generation
 from engine.step.hit_audit import Auditor
-from engine.step.runner import AsyncRunner, Logprob, ModelRunner, Plan, Row, StepOutput
+from engine.step.runner import AsyncRunner, ModelRunner, Plan, StepOutput
 from engine.step.scheduler import Scheduler
-from engine.step.sequence import Request, Status
-from engine.step.sequence import Sequence as Branch
+from engine.step.sequence import Request, Sequence, Status
 from engine.step.speculate import PromptLookup
-
-Finish = Callable[[Request], None]
-
-
-@dataclass(slots=True)
-class _Flight:
-    """A step between begin() and finish(). told: the rows of its StepScheduled, None before that; ticket: what
-    the runner gave for it; error: why it could not be launched."""
-
-    plan: Plan
-    budget: int
-    t_schedule: float
-    told: list[Row] | None = None
-    ticket: Any = None
-    error: Exception | None = None
 
 
 class EngineCore:
@@ -92,13 +62,11 @@ class EngineCore:
         self.runner = runner
         self.log = log
         self.clock = log.clock
-        self.events = log.events
+        self._emit = log.emit
         self.slow = False
         """Set while slow motion waits between steps; StepCompleted carries it."""
         self.one_at_a_time = False
         """Set while steps are looked at one by one: none is launched ahead."""
-        self._pool = BlockPool(runner.num_blocks, runner.block_size, self.events)
-        self.paging = Paging(self._pool, hash_seed, config.enable_prefix_caching)
         self._budget = config.max_num_batched_tokens or 512
         self._chunked = config.enable_chunked_prefill
         if not self._chunked and self._budget < runner.max_model_len:
@@ -106,9 +74,24 @@ class EngineCore:
                 f"without chunked prefill --max-num-batched-tokens ({self._budget}) must be at least "
                 f"--max-model-len ({runner.max_model_len}); raise the one or lower the other"
             )
+        self._eos = frozenset(eos_ids)
+        self._defaults = defaults or {}
+        try:
+            SamplingParams().resolved(self._defaults, seed=0)
+        except ValueError as error:
+            raise SetupError(f"the model's own sampling defaults are wrong: {error}") from None
+        self._seed = config.seed
+        self.requests: dict[int, Request] = {}
+        """Waiting and running requests by id."""
+        self.flights = Flights()
+        """Steps that are planned and not finished."""
+        self._planned = 0
+        self._seq_ids = count()
+        self._pool = BlockPool(runner.num_blocks, runner.block_size, log.emit)
+        self.paging = Paging(self._pool, hash_seed, config.enable_prefix_caching)
         self.scheduler = Scheduler(
             self.paging,
-            self.events.append,
+            log.emit,
             self.clock,
             max_num_seqs=config.max_num_seqs,
             chunked_prefill=self._chunked,
@@ -119,30 +102,26 @@ class EngineCore:
             lookup=PromptLookup(config.speculate, runner.max_model_len) if config.speculate else None,
             max_model_len=runner.max_model_len,
         )
-        self.requests: dict[int, Request] = {}
-        """Waiting and running requests by id."""
-        self._seq_ids = count()
-        self._growth = Growth(self.paging, self._seq_ids, self.events.append, runner.max_model_len)
-        self._token_bytes = token_bytes
-        self._is_text = is_text
-        self._eos = frozenset(eos_ids)
-        self._defaults = defaults or {}
-        try:
-            SamplingParams().resolved(self._defaults, seed=0)
-        except ValueError as error:
-            raise SetupError(f"the model's own sampling defaults are wrong: {error}") from None
-        self._seed = config.seed
-        self._auditor = Auditor(config.audit, self._pool, runner)
         self._admission = Admission(config, self.scheduler, runner.vocab_size, runner.max_model_len)
-        self._on_finished = on_finished
-        self._seen = bytearray(runner.vocab_size)
-        self._flight: deque[_Flight] = deque()
-        self._planned = 0
-        # An audit reads what the next step may take.
-        self._beside: AsyncRunner | None = None
+        self._ending = Ending(self.requests, self.scheduler, self.flights, log.emit, self.clock, on_finished)
+        self._pieces = Pieces(token_bytes, is_text, runner.vocab_size, log.emit)
+        self.generation = Generation(self.paging, self._seq_ids, log.emit, runner.max_model_len)
+        self._commit = Commit(
+            self.paging,
+            self.scheduler,
+            self.flights,
+            self.generation,
+            self._ending,
+            self._pieces,
+            log.emit,
+            self.clock,
+        )
+        self._auditor = Auditor(config.audit, self.paging, runner, self.scheduler, self._ending, log.emit)
+        # An audit reads what the next step may take: it lets no step go ahead.
+        self._async: AsyncRunner | None = None
         if isinstance(runner, AsyncRunner) and runner.ahead > 0 and not config.audit:
-            self._beside = runner
-        self.ahead = min(self._beside.ahead, 1) if self._beside else 0
+            self._async = runner
+        self.ahead = min(self._async.ahead, 1) if self._async else 0
         """Steps that may be launched before the one in flight is finished."""
 
     # ---------------------------------------------------------------- requests
@@ -150,7 +129,7 @@ class EngineCore:
     def add_request(
         self,
         request_id: int,
-        prompt_token_ids: Sequence[int],
+        prompt_token_ids: SequenceOf[int],
         params: SamplingParams,
         *,
         t_arrival: float | None = None,
@@ -162,13 +141,17 @@ class EngineCore:
         refuse: str | None = None,
         ends: Literal["refused", "abort"] = "refused",
     ) -> Request:
-        """Queue a request, or end it at once: for the reason in `refuse`, told as `ends`, for a number
-        that is no token, or if it can never fit. Emits RequestQueued. Ended so, it has no branches."""
-        params = params.resolved(self._defaults, seed=(self._seed * 1_000_003 + request_id) % 2**63)
-        problem = self._admission.foreign_token(prompt_token_ids)
-        if problem:
-            prompt_token_ids = []  # a number that is no token fits in no event and no table
-        problem = refuse or problem or self._admission.problem(len(prompt_token_ids), params)
+        """Queue a request, or end it at once: for the reason in `refuse` with finish reason `ends`, for a number
+        that is no token, or because it can never fit. Emits RequestQueued. Ended so, it has no branches."""
+        problem = refuse
+        try:
+            params = params.resolved(self._defaults, seed=(self._seed * 1_000_003 + request_id) % 2**63)
+            foreign = self._admission.foreign_token(prompt_token_ids)
+            if foreign:
+                prompt_token_ids = []  # a number that is no token fits in no event and no table
+            problem = refuse or foreign or self._admission.problem(len(prompt_token_ids), params)
+        except Exception as error:
+            problem, prompt_token_ids = refuse or one_line(error), []
         request = Request(
             request_id,
             prompt_token_ids,
@@ -181,8 +164,10 @@ class EngineCore:
             template_rewrote_history=template_rewrote_history,
             eos_token_ids=frozenset() if params.ignore_eos else self._eos,
         )
-        self._show_pieces(prompt_token_ids)
-        self.events.append(
+        if not problem:
+            problem = self._give_branch(request)
+        self._pieces.show(prompt_token_ids)
+        self._emit(
             RequestQueued(
                 request_id,
                 list(prompt_token_ids),
@@ -193,48 +178,41 @@ class EngineCore:
                 conversation,
                 request.spans,
                 params.as_dict(),
+                -1 if problem else self.scheduler.place_of(request),
             )
         )
         if problem:
-            self._finish(request, ends, problem)
+            self._ending.report(request, ends, problem)
             return request
-        branch = Branch(next(self._seq_ids), request)
-        if self._token_bytes is not None:
-            branch.detok = Detokenizer(self._visible_bytes, params.stop)
-        request.branches.append(branch)
-        if params.beam_width > 1:
-            most = min(params.max_tokens, self.runner.max_model_len - request.prompt_tokens)
-            final = request.eos_token_ids | frozenset(params.stop_token_ids)
-            request.search = BeamSearch(
-                params.beam_width, most, final, params.length_penalty, params.early_stopping
-            )
-            request.search.begin(branch.seq_id)
         self.requests[request_id] = request
         self.scheduler.add(request)
         return request
+
+    def _give_branch(self, request: Request) -> str | None:
+        """The prompt's own branch, which waits for its blocks. What is wrong, if it cannot be made."""
+        params = request.params
+        branch = Sequence(next(self._seq_ids), request)
+        try:
+            branch.detok = self._pieces.detokenizer(params.stop)
+            if params.beam_width > 1:
+                most = min(params.max_tokens, self.runner.max_model_len - request.prompt_tokens)
+                final = request.eos_token_ids | frozenset(params.stop_token_ids)
+                request.search = BeamSearch(
+                    params.beam_width, most, final, params.length_penalty, params.early_stopping
+                )
+                request.search.begin(branch.seq_id)
+        except Exception as error:
+            return one_line(error)
+        request.branches.append(branch)
+        return None
 
     def abort(self, request_id: int) -> bool:
         """End a request in any state. False if it is unknown or finished."""
         request = self.requests.get(request_id)
         if request is None:
             return False
-        self._finish(request, "abort")
+        self._ending.finish(request, "abort")
         return True
-
-    def fork(self, parent: Branch) -> Branch | None:
-        """A child branch that shares the parent's computed blocks; call between steps. None if the parent
-        is not running or has a row in flight, no place is left among max_num_seqs, or the request could
-        then outgrow the pool on its own."""
-        request = parent.request
-        if request.status is not Status.RUNNING or parent.finish_reason or not parent.table:
-            return None
-        if request.fans_out or request.search or parent.in_flight:
-            return None
-        most = min(self.runner.max_model_len, request.prompt_tokens + request.params.max_tokens)
-        blocks = -(-most // self.paging.block_size) * (len(request.branches) + 1)
-        if blocks > self._pool.num_usable or not self.scheduler.places:
-            return None
-        return self._growth.fork(parent)
 
     def reset_prefix_cache(self, reset_running: bool = False) -> bool:
         """Drop all hashes. False, with nothing changed, while blocks are in use, unless
@@ -242,50 +220,66 @@ class EngineCore:
         if self._pool.num_active and not reset_running:
             return False
         for request in reversed(self.scheduler.running[:]):
-            self.scheduler.preempt(request)
+            self.scheduler.preempt(request, self.flights)
         self._pool.clear()
         return True
+
+    def close(self) -> None:
+        """End what is left, also after a failure: every request gets its RequestFinished."""
+        try:
+            self.settle()
+        except Exception as error:
+            self._emit(EngineError(f"the last step was lost: {one_line(error)}"))
+        for request in list(self.requests.values()):
+            try:
+                self._ending.finish(request, "abort")
+            except Exception:  # pool or queues are broken: their word counts no more, the caller's end does
+                self._ending.report(request, "abort")
 
     # ---------------------------------------------------------------- one step
 
     @property
     def has_work(self) -> bool:
         """True while anything waits, runs or is in flight."""
-        return bool(self.scheduler) or bool(self._flight)
+        return bool(self.scheduler) or bool(self.flights)
 
     def step(self) -> StepBatch | None:
-        """begin, execute, finish; over a runner that computes beside the host: begin and launch the next
+        """Begin, execute, finish. Over a runner that computes while the host goes on: begin and launch the next
         step, then finish the one in flight. An exception of the runner fails the step's requests, not the
         engine. None if nothing could run, or nothing is finished yet."""
-        ahead = 0 if self.one_at_a_time or self.slow else self.ahead
-        if len(self._flight) > ahead or (self._flight and self._flight[0].error):
-            return self._land()
-        plan = self.begin()
-        if plan is not None:
-            self._launch(self._flight[-1])
-        if self._flight and (plan is None or self._flight[-1].error or len(self._flight) > ahead):
+        begun = not self._full and self.begin() is not None
+        if begun:
+            self._launch(self.flights[-1])
+        if self.flights and (self._full or not begun):
             return self._land()
         return None
 
+    @property
+    def _full(self) -> bool:
+        """The oldest step in flight must be finished before another one is begun."""
+        ahead = 0 if self.one_at_a_time or self.slow else self.ahead
+        return len(self.flights) > ahead or any(flight.error for flight in self.flights)
+
     def settle(self) -> None:
         """Finish what is in flight."""
-        while self._flight:
+        while self.flights:
             self._land()
 
-    def _launch(self, flight: _Flight) -> None:
+    def _launch(self, flight: Flight) -> None:
         try:
-            run = self._beside.launch if self._beside else self.runner.execute
+            run = self._async.launch if self._async else self.runner.execute
             flight.ticket = run(flight.plan)
         except Exception as error:
             flight.error = error
 
     def _land(self) -> StepBatch:
         """Finish the oldest step in flight."""
-        flight = self._flight[0]
+        flight = self.flights[0]
         if flight.error is not None:
+            self.scheduler.retire_again(flight.plan.retired)
             return self.finish(flight.plan, None, flight.error)
         try:
-            output = self._beside.collect(flight.ticket) if self._beside else flight.ticket
+            output = self._async.collect(flight.ticket) if self._async else flight.ticket
         except Exception as error:
             return self.finish(flight.plan, None, error)
         return self.finish(flight.plan, output)
@@ -294,50 +288,31 @@ class EngineCore:
         """Schedule a step; None if there is nothing to run, or nothing before a step in flight is finished.
         Plans go to finish() in their order, and at most `ahead` of them wait for it when another is begun.
         Raises RuntimeError beyond that: what a step published could not be taken back any more."""
-        if len(self._flight) > self.ahead:
+        flights = self.flights
+        if len(flights) > self.ahead:
             raise RuntimeError("the step in flight was not finished")
         if not self.scheduler:
             return None
         start = self.clock()
-        if self._flight:
-            self._tell(self._flight[0])
+        if flights:
+            self._announce(flights[0])
         budget = self._step_budget()
-        plan = self.scheduler.schedule(self._planned, budget)
-        if not plan.rows:
+        if self.scheduler.must_wait(flights):
+            return None
+        flight = Flight(Plan(self._planned), budget, left=budget)
+        flights.append(flight)
+        self.scheduler.schedule(flights)
+        if not flight.live:
+            flights.cancel()
+        for request, error in flight.failed:
+            self._ending.finish(request, "error", one_line(error))
+        if not flight.plan.rows:
             return None
         self._planned += 1
-        self._auditor.note(self.scheduler.hits)
-        flight = _Flight(plan, budget, 0.0)
-        self._flight.append(flight)
         if not self.ahead:
-            self._tell(flight)
+            self._announce(flight)
         flight.t_schedule = self.clock() - start
-        return plan
-
-    def _tell(self, flight: _Flight) -> None:
-        """StepScheduled of a step, once: of the rows that it still has. No batch is cut between this and the
-        step's end: a step that is in flight beside another is told when the next one is begun."""
-        if flight.told is not None:
-            return
-        rows = flight.plan.rows
-        if self.ahead:
-            rows = [row for row in rows if self.scheduler.is_scheduled(row)]
-        flight.told = rows
-        self.log.step += 1
-        self.events.append(
-            StepScheduled(
-                [r.seq.seq_id for r in rows],
-                [r.start for r in rows],
-                [r.n for r in rows],
-                [len(r.drafts) for r in rows] if any(r.drafts for r in rows) else [],
-            )
-        )
-
-    def prune(self, plan: Plan) -> None:
-        """Leave out what was aborted or preempted since begin(): a driver that lets such things happen
-        before execute() calls this between them. After execute() finish() sees to it."""
-        plan.rows = [row for row in plan.rows if self.scheduler.is_scheduled(row)]
-        plan.copies = self.scheduler.copies
+        return flight.plan
 
     def _step_budget(self) -> int:
         if not self._chunked:
@@ -348,204 +323,53 @@ class EngineCore:
         # A budget that shrinks with the context must still hold every decode and one block of prefill.
         return min(max(budget, self.scheduler.num_running_seqs + self.paging.block_size), self._budget)
 
+    def _announce(self, flight: Flight) -> None:
+        """StepScheduled of a step, once: of the rows that still count. No batch is cut between this and the
+        step's end: a step that is in flight with another is announced when the next one is begun."""
+        if flight.announced is not None:
+            return
+        self.log.step += 1
+        self._emit(flight.announce())
+
     def finish(self, plan: Plan, output: StepOutput | None, error: Exception | None = None) -> StepBatch:
         """Commit an executed step, or undo one that was not (output None). Cuts the step's batch. Raises
         ValueError for a plan that is not the oldest in flight."""
-        if not self._flight or self._flight[0].plan is not plan:
+        flights = self.flights
+        if not flights or flights[0].plan is not plan:
             raise ValueError("steps are finished in the order in which they were begun")
-        flight = self._flight[0]
-        self._tell(flight)
+        flight = flights[0]
+        self._announce(flight)
         if output is None:
-            self._undo(plan, error)
+            self._undo(flight, error)
+            flights.popleft()
         else:
-            self._commit(plan, output)
-        self._flight.popleft()
-        self._audit()
-        if output is not None:
-            self.events += output.events
+            flights.popleft()
+            self._commit.apply(flight, output)
+        self._auditor.examine(flight.hits, flights)
+        for event in output.events if output else ():
+            self._emit(event)
         batch = self.log.cut(self._completed(flight, output))
         assert batch is not None
         return batch
 
-    def _audit(self) -> None:
-        """Tell what was computed again. Whoever reads a block that is not what its tokens give goes on
-        computing wrong KV: it ends, and what it stored is dropped."""
-        for verdict in self._auditor.verdicts():
-            request = verdict.request
-            if verdict.problem is not None:
-                told = " ".join(verdict.problem.split())[:200]
-                self.events.append(EngineError(f"an audit could not run: {told}", request.request_id))
-                continue
-            if not verdict.blocks:
-                continue
-            self.events.append(
-                HitAudited(request.request_id, verdict.blocks, verdict.bad, verdict.error, verdict.tolerance)
-            )
-            if verdict.bad:
-                reason = (
-                    f"{len(verdict.bad)} of {len(verdict.blocks)} cached blocks do not hold what their tokens give "
-                    f"(off by {verdict.error:.2g}, at most {verdict.tolerance:.2g})"
-                )
-                self.events.append(EngineError(f"audit: {reason}; they were dropped", request.request_id))
-                self._convict(request, verdict.bad, reason)
+    def _undo(self, flight: Flight, error: Exception | None) -> None:
+        """It was not executed: the requests of its rows end, and what it published is retracted with them."""
+        reason = one_line(error) if error else "the step was not executed"
+        self._emit(EngineError(f"a step failed: {reason}"))
+        for seq in list(flight.live):
+            if seq in flight.live:
+                self._ending.finish(seq.request, "error", reason)
 
-    def _convict(self, request: Request, bad: list[int], reason: str) -> None:
-        readers = [
-            r
-            for r in self.scheduler.running[:]
-            if r is not request and any(not set(bad).isdisjoint(s.table) for s in r.branches)
-        ]
-        self._pool.unpublish(bad, None, "invalid")
-        for reader in (request, *readers):
-            if reader.branches:
-                self.paging.invalidate(reader.branches[0])
-            if reader.request_id in self.requests:
-                self._finish(reader, "error", reason)
-
-    def _undo(self, plan: Plan, error: Exception | None) -> None:
-        reason = f"{type(error).__name__}: {error}" if error else "the step was not executed"
-        reason = " ".join(reason.split())[:300]
-        self.events.append(EngineError(f"a step failed: {reason}"))
-        for row in plan.rows:
-            if self.scheduler.is_scheduled(row):
-                self._finish(row.seq.request, "error", reason)
-        self.scheduler.step_done(plan)
-
-    def _commit(self, plan: Plan, output: StepOutput) -> None:
-        now = self.clock()
-        kept = self.scheduler.step_done(plan)
-        bad = {plan.rows[i].seq.request: None for i in output.bad_rows if kept[i]}
-        searches: dict[Request, BeamSearch] = {}
-        for i, row in enumerate(plan.rows):
-            if not (row.top and kept[i]):
-                continue
-            request = row.seq.request
-            if request not in bad and request.search is not None:
-                (offered,) = output.logprobs[i]
-                request.search.offer(row.seq.seq_id, offered.top_ids, offered.top)
-                searches[request] = request.search
-        advanced: list[Grown] = []
-        told: list[tuple[int, int, Logprob]] = []
-        for i, row in enumerate(plan.rows):
-            if not kept[i]:
-                continue
-            plain = not row.top and row.seq.request not in bad
-            rows = self._growth.advance(row, output.token_ids[i] if plain else [], now)
-            advanced += rows
-            if output.logprobs and plain:
-                tokens = [(seq.seq_id, token) for seq, new, _ in rows for token in new]
-                told += [(*one, p) for one, p in zip(tokens, output.logprobs.get(i, ()), strict=False)]
-        pruned: list[Branch] = []
-        for request, search in searches.items():
-            pruned += self._growth.move_beams(request, search, advanced, now)
-        token_ids = [token for _, new, _ in advanced for token in new]
-        self._show_pieces(token_ids)
-        self.events.append(
-            TokensSampled(
-                [seq.seq_id for seq, _, _ in advanced],
-                token_ids,
-                [len(new) for _, new, _ in advanced],
-                [seq.num_computed for seq, _, _ in advanced],
-                [text for _, _, text in advanced],
-            )
-        )
-        self._tell_logprobs(told)
-        for row, keep in zip(plan.rows, kept, strict=True):
-            if row.drafts and keep and (seq := row.seq).request not in bad:
-                # All but the newest token are computed: that many of the drafts were right.
-                self.events.append(
-                    DraftVerified(seq.seq_id, len(row.drafts), seq.num_computed - row.start - 1)
-                )
-                self.paging.truncate(seq, seq.num_computed)
-        for seq in pruned:
-            self.events.append(BeamPruned(seq.request.request_id, seq.seq_id))
-            self.scheduler.retire(seq)
-        done: dict[Request, None] = {}
-        for seq, _, _ in advanced:
-            if seq.finish_reason == PRUNED:
-                continue
-            request = seq.request
-            if request not in bad:
-                # After the stop check: what was hashed is exactly what was computed.
-                self.paging.publish(seq, seq.num_computed)
-            if seq.finish_reason:
-                if request.live:
-                    self.scheduler.retire(seq)
-                else:
-                    done[request] = None
-        done |= {request: None for request, search in searches.items() if search.over}
-        for request in done:
-            self._finish(request, request.branches[0].finish_reason or "stop")
-        for request in bad:
-            readers = self.paging.invalidate(request.branches[0])
-            self._finish(
-                request, "error", "the model gave NaN or infinite logits; its cached blocks were dropped"
-            )
-            self.scheduler.preempt_all(readers)  # of the next step: they read them before this was known
-
-    def _tell_logprobs(self, rows: list[tuple[int, int, Logprob]]) -> None:
-        """(sequence id, token, what the model thought of it) where a request asks."""
-        if not rows:
-            return
-        self._show_pieces([token for _, _, p in rows for token in p.top_ids])
-        self.events.append(
-            TokenLogprobs(
-                [i for i, _, _ in rows],
-                [token for _, token, _ in rows],
-                [p.sampled for _, _, p in rows],
-                [p.top_ids for _, _, p in rows],
-                [p.top for _, _, p in rows],
-            )
-        )
-
-    def _finish(self, request: Request, reason: Any, error: str | None = None) -> None:
-        for seq in request.live:
-            seq.finish_reason = reason
-        self.scheduler.remove(request)
-        request.status = Status.FINISHED
-        request.finish_reason, request.error = reason, error
-        request.t_finished = self.clock()
-        self.requests.pop(request.request_id, None)
-        first = request.t_admitted is not None
-        usage = Usage(
-            request.prompt_tokens,
-            request.cached_tokens,
-            request.prompt_tokens - request.cached_tokens if first else 0,
-            request.cache_write_tokens,
-            request.num_output,
-            request.preemptions,
-            request.recomputed_tokens,
-        )
-        timings = Timings(
-            request.t_arrival,
-            request.t_admitted,
-            request.t_first_token,
-            request.t_last_token,
-            request.t_finished,
-        )
-        self.events.append(RequestFinished(request.request_id, reason, timings, usage, error))
-        if self._on_finished:
-            self._on_finished(request)
-
-    def _completed(self, flight: _Flight, output: StepOutput | None) -> StepCompleted:
-        rows: list[Row] = []
-        overrun = 0
-        if output is None:
-            output = StepOutput([])
-        else:
-            rows = flight.plan.rows
-            if rows is not flight.told:
-                told = {id(row) for row in flight.told or ()}
-                rows = [row for row in rows if id(row) in told]
-                overrun = sum(row.n for row in flight.plan.rows) - sum(row.n for row in rows)
-        decode = sum(r.n for r in rows if r.start >= r.seq.num_known)
+    def _completed(self, flight: Flight, output: StepOutput | None) -> StepCompleted:
+        decoded, prefilled, overrun = flight.num_tokens() if output else (0, 0, 0)
+        output = output or StepOutput([])
         pool = self._pool
         waiting = self.scheduler.waiting
         return StepCompleted(
             slow=self.slow or output.slowed,
             budget=flight.budget,
-            decode_tokens=decode,
-            prefill_tokens=sum(r.n for r in rows) - decode,
+            decode_tokens=decoded,
+            prefill_tokens=prefilled,
             t_schedule=flight.t_schedule,
             t_prepare=output.t_prepare,
             t_forward=output.t_forward,
@@ -581,17 +405,3 @@ class EngineCore:
     def check(self) -> None:
         """Assert the pool's invariants against all live tables; for tests and storms."""
         self._pool.check([s.table for r in self.requests.values() for s in r.branches])
-
-    def _show_pieces(self, token_ids: Sequence[int]) -> None:
-        if self._token_bytes is None:
-            return
-        seen = self._seen
-        new = [t for t in dict.fromkeys(token_ids) if 0 <= t < len(seen) and not seen[t]]
-        if new:
-            for t in new:
-                seen[t] = 1
-            self.events.append(TokenPieces(new, [self._token_bytes(t) for t in new]))
-
-    def _visible_bytes(self, token: int) -> bytes:
-        assert self._token_bytes is not None
-        return self._token_bytes(token) if self._is_text(token) else b""

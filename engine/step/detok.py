@@ -1,14 +1,16 @@
-"""Detokenizer: what of a branch's output may be shown, token by token.
+"""Detokenizer: what of a branch's output may be shown, token by token. Pieces: the bytes of each token, told once.
 
-Owns the bytes that are not yet a whole character and the text that may still become a stop string;
-shows neither. Joins the tokens' raw bytes instead of decoding ids anew, so every token costs O(its own
+A Detokenizer owns the bytes that are not yet a whole character and the text that may still become a stop string;
+it shows neither. It joins the tokens' raw bytes instead of decoding ids anew, so every token costs O(its own
 length) and text never changes once shown.
 """
 
 from __future__ import annotations
 
 import codecs
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+
+from engine.events import Event, TokenPieces
 
 TokenBytes = Callable[[int], bytes]
 """Token id -> its raw UTF-8 bytes; empty for tokens that are not text (EOS and other control tokens)."""
@@ -68,3 +70,39 @@ class Detokenizer:
             if any(s.startswith(held[-n:]) for s in self._stop):
                 return n
         return 0
+
+
+class Pieces:
+    """Emits the raw bytes of a token at its first use, so that no reader needs a tokenizer. token_bytes: None where
+    the source has no text; is_text: False for control tokens, whose bytes are told but never shown."""
+
+    def __init__(
+        self,
+        token_bytes: TokenBytes | None,
+        is_text: Callable[[int], bool],
+        vocab_size: int,
+        emit: Callable[[Event], None],
+    ) -> None:
+        self._token_bytes = token_bytes
+        self._is_text = is_text
+        self._emit = emit
+        self._seen = bytearray(vocab_size)
+
+    def show(self, token_ids: Iterable[int]) -> None:
+        """TokenPieces of those that come up for the first time."""
+        if self._token_bytes is None:
+            return
+        seen = self._seen
+        new = [t for t in dict.fromkeys(token_ids) if 0 <= t < len(seen) and not seen[t]]
+        if new:
+            for t in new:
+                seen[t] = 1
+            self._emit(TokenPieces(new, [self._token_bytes(t) for t in new]))
+
+    def detokenizer(self, stop: tuple[str, ...]) -> Detokenizer | None:
+        """For a new branch; None where the source has no text."""
+        return None if self._token_bytes is None else Detokenizer(self._visible, stop)
+
+    def _visible(self, token: int) -> bytes:
+        assert self._token_bytes is not None
+        return self._token_bytes(token) if self._is_text(token) else b""

@@ -1,54 +1,68 @@
 """ModelRunner: the seam between the scheduler's plan and whatever computes it.
 
-Owns the Plan and StepOutput types and the protocol. Implementations: TorchRunner (torch_runner.py),
-ToyRunner (toy.py, proves KV data without a model). A runner stores the KV of the whole batch
-in every layer before any attention reads, and never splits a step so that a reader precedes its writer.
+Owns the Plan and StepOutput types and the protocol. A Plan is data: it can be pickled and sent to another process,
+and a runner keeps what it must remember of a sequence under the sequence's id. Implementations: TorchRunner
+(engine/model), SimulatedRunner (engine/sim), ToyRunner (tests), which proves KV data without a model. A runner
+stores the KV of the whole batch in every layer before any attention reads, and never splits a step so that a
+reader precedes its writer.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence as SequenceOf
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+import msgspec
+
 from engine.events import Event
-from engine.step.sequence import Sequence
+from engine.params import SamplingParams
 
 
-@dataclass(slots=True)
-class Row:
-    """One scheduled sequence: compute its tokens [start, start + n); sample one more if `sample`, or one
-    for each of `branches` where the samples of a prompt part here."""
+class NewSequence(NamedTuple):
+    """What a runner must know of a sequence that it has no row of. tokens: all that are known, where the request's
+    logits are shaped by them, else empty; later ones come with the rows."""
 
-    seq: Sequence
+    params: SamplingParams
+    branch: int
+    prompt_tokens: int
+    eos_token_ids: frozenset[int]
+    tokens: array[int]
+
+
+class Row(msgspec.Struct, eq=False, gc=False):
+    """One scheduled sequence: compute its tokens [start, start + n), then sample."""
+
+    seq_id: int
     start: int
     n: int
-    sample: bool
-    branches: tuple[int, ...] = ()
-    drafts: tuple[int, ...] = ()
-    """The last of the n tokens, which are not the sequence's yet: one is sampled before each and one after."""
+    tokens: array[int]
+    """The n tokens to compute; the last one is missing while a step in flight has yet to sample it."""
+    draws: tuple[int, ...] = ()
+    """Branch number of each token to sample; empty if none is. Several where samples of a prompt part, or one
+    before each draft and one after the last."""
+    drafts: int = 0
+    """So many of the last tokens are drafts, which are not the sequence's yet."""
     top: int = 0
-    """A beam: nothing is drawn, the log probabilities of so many likeliest tokens are told."""
+    """Over 0 for a beam: nothing is drawn, the log probabilities of that many likeliest tokens are returned."""
+    table_from: int = 0
+    table: Sequence[int] = ()
+    """The block table from index `table_from` on, as far as the runner does not know it. What comes before has
+    not changed."""
+    new: NewSequence | None = None
+    """Given at first sight, with the whole table. It replaces what the runner may still hold under this id."""
 
     @property
-    def draws(self) -> tuple[int, ...]:
-        """Branch number of each token to sample; empty if none is."""
-        if not self.sample:
-            return ()
-        return self.branches or (self.seq.branch,) * (1 + len(self.drafts))
-
-    @property
-    def tokens(self) -> array[int]:
-        """The n tokens to compute; without the last one while a step in flight has yet to sample it."""
-        end = self.start + self.n - len(self.drafts)
-        return self.seq.tokens[self.start : end] + array("i", self.drafts)
+    def parts(self) -> bool:
+        """The samples become branches of their own."""
+        return len(self.draws) > 1 and not self.drafts
 
 
 @dataclass(slots=True)
 class Plan:
     """A step as data. `copies` run in order before any write, a new launch wherever a block id
-    repeats; `retired` are sequences whose rows the runner may reuse."""
+    repeats; `retired` are sequences whose rows the runner may reuse; they come before the rows."""
 
     step: int
     rows: list[Row] = field(default_factory=list)
@@ -67,21 +81,22 @@ class Logprob(NamedTuple):
 @dataclass(slots=True)
 class StepOutput:
     """token_ids: per row one for each of its draws, empty where nothing was sampled. bad_rows: rows whose
-    logits were not finite (their token_ids are empty). logprobs: row -> one for each of its token_ids,
-    where the request asks; of a beam the one that was asked for, beside a token that does not count.
-    Times in seconds."""
+    logits were not finite (their token_ids are empty). errors: row -> why nothing could be sampled for it, though
+    its KV is sound (its token_ids are empty). logprobs: row -> one for each of its token_ids, where the request
+    asks; of a beam the one that was asked for, with a token that does not count. Times in seconds."""
 
     token_ids: list[list[int]]
     bad_rows: list[int] = field(default_factory=list)
+    errors: dict[int, str] = field(default_factory=dict)
     t_prepare: float = 0.0
     t_forward: float = 0.0
     t_sample: float = 0.0
     t_gpu: float | None = None
     logprobs: dict[int, list[Logprob]] = field(default_factory=dict)
     events: list[Event] = field(default_factory=list)
-    """What the runner has to tell: its own, none of the pool's."""
+    """The runner's own events, none of the pool's."""
     slowed: bool = False
-    """It was measured in a way that took time of its own, which is nobody's latency."""
+    """It was measured in a way that took time of its own, which belongs to no request's latency."""
 
 
 class Recomputed(NamedTuple):
@@ -109,8 +124,8 @@ class ModelRunner(Protocol):
         """Copies, writes, attention, sampling of one step."""
         ...
 
-    def audit(self, token_ids: SequenceOf[int], blocks: list[int]) -> Recomputed:
-        """Computes these tokens beside the cache and compares with what `blocks` hold of them. May raise,
+    def audit(self, token_ids: Sequence[int], blocks: list[int]) -> Recomputed:
+        """Computes these tokens outside the cache and compares with what `blocks` hold of them. May raise,
         for lack of memory for example. A runner without KV compares nothing: no errors."""
         ...
 
@@ -122,13 +137,13 @@ class ModelRunner(Protocol):
 
 @runtime_checkable
 class AsyncRunner(Protocol):
-    """A ModelRunner that computes beside the host. Steps are computed in the order of their launches, each
-    wholly before the next, copies and KV writes included: a block that changes hands is written by its new
+    """A ModelRunner that computes while the host goes on. Steps are computed in the order of their launches, each
+    wholly before the next, including copies and KV writes: a block that changes hands is written by its new
     holder later. A row whose token is not sampled yet on the host (`Row.tokens` lacks it) takes the one that
     its sequence drew in the step before."""
 
     ahead: int
-    """Steps that may be launched beside the one in flight: 0 or 1."""
+    """Steps that may be launched while one is in flight: 0 or 1."""
 
     def launch(self, plan: Plan) -> Any:
         """Takes over all that the step needs from the host. May raise: then it is not executed. What it

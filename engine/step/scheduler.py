@@ -6,19 +6,20 @@ the pool runs dry the last running request in that order is preempted by recompu
 another, so something always finishes; nothing is admitted in a step that preempted. Emits the request
 events of admission and preemption.
 
-A step may be planned ahead: before the tokens of the one in flight are known, where no sequence needs to know
-its own before it goes on. Nobody is preempted then: that waits until nothing is in flight.
+A step may be planned ahead: before the tokens of the one in flight are known, if no sequence needs to know its
+own token before it goes on. Nobody is preempted then: that waits until nothing is in flight. The steps in flight
+are core's `Flights`; the one that is being planned is the last of them.
 """
 
 from __future__ import annotations
 
-from bisect import insort
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable
 
 from engine.events import AdmissionBlocked, Event, PrefixLookup, RequestAdmitted, RequestPreempted
 from engine.kv.paging import Paging
-from engine.step.runner import Plan, Row
+from engine.step.flight import Flight, Flights, row_of
 from engine.step.sequence import Request, Sequence, Status
 from engine.step.speculate import PromptLookup
 
@@ -56,16 +57,10 @@ class Scheduler:
         self._max_model_len = max_model_len
         self.looks_again = True
         """A running prefill asks the cache at each chunk for what others have computed meanwhile."""
-        self.hits: list[tuple[Sequence, list[int]]] = []
-        """What the admissions of this step read from the cache."""
-        self.in_flight = 0
-        """Steps that are planned and not done."""
-        self._rows: dict[Sequence, Row] = {}
-        """Of the newest step, those that it still has."""
         self._short = False
         """A step planned ahead met an empty pool: the next one waits until nothing is in flight."""
-        self._budget = self._left = self._decodes_left = 0
         self._preempted_now = False
+        """The step that is being planned has preempted somebody: it admits nobody."""
         self._blocked: tuple[int, str] | None = None
         self._retired: list[int] = []
 
@@ -94,68 +89,72 @@ class Scheduler:
         requests = [*self.running, self.waiting[0]] if self.waiting else self.running
         return max((len(s.tokens) for r in requests for s in r.live), default=0)
 
-    @property
-    def copies(self) -> list[tuple[int, int]]:
-        """(source, copy) of the newest step, in order."""
-        return [(src, dst) for _, src, dst in self.paging.copies]
-
     # ---------------------------------------------------------------- one step
 
-    def schedule(self, step: int, budget: int) -> Plan:
-        """Rows for at most `budget` tokens, decodes first. Rows empty: nothing can run, or not before
-        what is in flight is done."""
-        if self.in_flight and (self._short or self._waits_for_a_token()):
-            return Plan(step)
-        self._short = False
-        self.paging.begin_step(self.in_flight)
-        self._rows.clear()
-        self.hits.clear()
-        self._budget = self._left = budget
-        self._preempted_now = False
-        decodes: list[Sequence] = []
-        prefills: list[Sequence] = []
+    def must_wait(self, flights: Flights) -> bool:
+        """No step can be planned before one in flight is finished."""
+        return bool(flights) and (self._short or self._waits_for_a_token(flights))
+
+    def schedule(self, flights: Flights) -> None:
+        """Rows for the step that is the last of `flights`, decodes first, within its budget. No rows: nothing
+        can run, or not before what is in flight is finished."""
+        flight = flights[-1]
+        ahead = len(flights) > 1
+        self._short = self._preempted_now = False
+        decodes: list[tuple[Sequence, int]] = []
+        prefills: list[tuple[Sequence, int]] = []
         for request in self.running:
             for seq in request.live:
-                if not seq.in_flight or self._goes_on(seq):
-                    (decodes if seq.is_decoding else prefills).append(seq)
-        for place, seq in enumerate((*decodes, *prefills), 1):
-            if self._left <= 0 or self._short:
+                if ahead and not self._goes_on(seq, flights):
+                    continue
+                start = flights.num_scheduled(seq) if ahead else seq.num_computed
+                (decodes if start >= seq.num_known else prefills).append((seq, start))
+        decodes_left = len(decodes)
+        for seq, start in (*decodes, *prefills):
+            if flight.left <= 0 or self._short:
                 break
-            self._decodes_left = max(0, len(decodes) - place)
-            if seq.request.status is Status.RUNNING:  # else preempted for an earlier one
-                self._schedule_running(seq)
+            decodes_left = max(0, decodes_left - 1)
+            request = seq.request
+            if request.status is Status.RUNNING:  # else preempted for an earlier one
+                try:
+                    self._schedule_running(seq, start, flights, decodes_left)
+                except Exception as error:
+                    self._fail(request, error, flights)
         if not self._preempted_now and not self._short:
-            self._admit_waiting()
-        rows = list(self._rows.values())
-        plan = Plan(step=step, rows=rows, copies=self.copies, retired=self._retired)
-        if rows:
-            self.in_flight += 1
+            self._admit_waiting(flights)
+        if flight.live:  # else it never reaches the runner, which must still hear of what is retired
+            flight.seal(self._retired)
             self._retired = []
-        else:  # it never reaches the runner, which must still hear of what is retired
-            self.paging.cancel_step()
-        return plan
 
-    def _waits_for_a_token(self) -> bool:
+    def _fail(self, request: Request, error: Exception, flights: Flights) -> None:
+        """A request that cannot be planned leaves; core ends it once the step is planned."""
+        self.remove(request, flights)
+        flights[-1].failed.append((request, error))
+
+    def _waits_for_a_token(self, flights: Flights) -> bool:
         """A row in flight samples what the host must have seen before that sequence goes on. Then nothing is
-        planned ahead: without the others' next step it would get every second one only."""
+        planned ahead: without the others' next step it would run in every second step only."""
         for request in self.running:
             needs = self._lookup is not None or request.params.needs_each_token
             for seq in request.live if needs or request.fans_out else ():
-                if seq.in_flight and seq.in_flight[-1].sample:
+                row = flights.newest(seq)
+                if row is not None and row.draws:
                     return True
         return False
 
-    def _goes_on(self, seq: Sequence) -> bool:
-        """What is in flight is not its last for certain."""
-        request = seq.request
-        if not seq.in_flight[-1].sample:
+    def _goes_on(self, seq: Sequence, flights: Flights) -> bool:
+        """What is in flight is not certainly its last."""
+        row = flights.newest(seq)
+        if row is None or not row.draws:
             return True
-        tokens = seq.num_tokens
+        request, tokens = seq.request, flights.num_tokens(seq)
         longest = self._max_model_len is None or tokens < self._max_model_len
         return longest and tokens - request.prompt_tokens < request.params.max_tokens
 
-    def _schedule_running(self, seq: Sequence) -> None:
-        start, shared, hits, first = seq.num_scheduled, 0, [], seq
+    def _schedule_running(self, seq: Sequence, start: int, flights: Flights, decodes_left: int) -> None:
+        flight, ahead = flights[-1], len(flights) > 1
+        tokens = flights.num_tokens(seq) if ahead else len(seq.tokens)
+        shared, hits, first = 0, [], seq
         decoding = start >= seq.num_known
         if not seq.table:  # a branch that came back from preemption with its siblings
             first = seq.request.live[0]
@@ -166,71 +165,88 @@ class Scheduler:
                     return
             hits = self.paging.lookup(seq)
             start = max(shared, len(hits)) * self.paging.block_size
-        more = self.paging.lookup_more(seq) if self.looks_again and not decoding else []
-        if more and seq.in_flight:
-            return  # its row there would end behind what it goes on from: it goes on in the next step
+        more = self.paging.lookup_more(seq, start) if self.looks_again and not decoding else []
         if more:
+            if flights.newest(seq) is not None:
+                return  # its row in flight does not end where the hits begin: it goes on in the next step
             start = (start // self.paging.block_size + len(more)) * self.paging.block_size
-        n = self._chunk(seq, seq.num_tokens - start)
+        n = self._chunk(flight, tokens - start, decoding)
         if n == 0:
             return
         if shared or hits:
-            self.paging.rejoin(seq, first, shared, hits)
+            self.paging.rejoin(seq, first, shared, hits, flight)
         if more:
-            self.paging.take_more(seq, more)
+            self.paging.take_more(seq, more, flight)
         drafts: tuple[int, ...] = ()
-        if self._lookup is not None and n == 1 and decoding and start + 1 == seq.num_tokens:
-            # What the other decodes need is not the drafts', and nobody is preempted for them.
-            drafts = self._lookup.drafts(seq, self._left - 1 - self._decodes_left)
-        if drafts and self.paging.grow(seq, start + 1 + len(drafts)):
-            self._add_row(seq, start, 1 + len(drafts), drafts)
+        if self._lookup is not None and n == 1 and decoding and start + 1 == tokens:
+            # Drafts take nothing that the other decodes need, and nobody is preempted for them.
+            drafts = self._lookup.drafts(seq, flight.left - 1 - decodes_left)
+        if drafts and self.paging.grow(seq, start, start + 1 + len(drafts), flight):
+            self._add_row(flight, seq, start, 1 + len(drafts), True, drafts)
             return
-        while not self.paging.grow(seq, start + n):
-            if self.in_flight:
+        while not self.paging.grow(seq, start, start + n, flight):
+            if ahead:
                 self._short = True
                 return
-            self.preempt(self._victim())
+            self.preempt(self._victim(), flights)
             # It was the victim, or shares a block that the victim was to write in this step.
             if seq.request.status is not Status.RUNNING:
                 return
-        self._add_row(seq, start, n)
+        self._add_row(flight, seq, start, n, start + n >= tokens)
 
     def _victim(self) -> Request:
         """The last running request in the policy's order."""
         return max(self.running, key=_rank) if self._by_priority else self.running[-1]
 
-    def _admit_waiting(self) -> None:
-        if not self.waiting or self._left <= 0:
+    def _admit_waiting(self, flights: Flights) -> None:
+        flight = flights[-1]
+        if not self.waiting or flight.left <= 0:
             return
         places = self.places
         # What running prompts will still take until they are computed.
-        promised = sum(map(self._promised_blocks, self.running))
-        while self.waiting and self._left > 0:
+        promised = sum(self._promised_blocks(request, flights) for request in self.running)
+        while self.waiting and flight.left > 0:
             request = self.waiting[0]
             width = request.width
             if width > places:
                 self._block(request, width, places, "max_num_seqs")
                 return
-            seq = request.live[0]
-            hits = self.paging.lookup(seq)
-            want = len(seq) - len(hits) * self.paging.block_size
-            n = self._chunk(seq, want)
-            if n == 0:
-                self._block(request, want, self._left, "max_num_batched_tokens")
-                return
-            # The whole sequence must fit, not only its first chunk, into what the running prompts leave
-            # over: two that start and then cannot both go on would compute everything twice.
-            need = self.paging.blocks_to_admit(seq, hits, len(seq)) + self._sibling_blocks(request)
-            free = self.paging.pool.num_available - promised
-            reserve = self._reserve if self.running else 0
-            if need > free - reserve:
-                self._block(request, need, max(0, free - reserve), "blocks" if need > free else "watermark")
-                return
-            self._admit(request, seq, hits, n)
-            places -= width
-            promised += self._promised_blocks(request)
+            try:
+                if not self._admit(request, flight, promised):
+                    return
+                places -= width
+                promised += self._promised_blocks(request, flights)
+            except Exception as error:
+                self._fail(request, error, flights)
 
-    def _admit(self, request: Request, seq: Sequence, hits: list[int], n: int) -> None:
+    def _admit(self, request: Request, flight: Flight, promised: int) -> bool:
+        """Start the head of the waiting queue, if budget and pool allow."""
+        seq = request.live[0]
+        hits = self.paging.lookup(seq)
+        cached = len(hits) * self.paging.block_size
+        n = self._chunk(flight, len(seq) - cached, decoding=False)
+        if n == 0:
+            self._block(request, len(seq) - cached, flight.left, "max_num_batched_tokens")
+            return False
+        # The whole sequence must fit, not only its first chunk, into what the running prompts leave
+        # over: two that start and then cannot both go on would compute everything twice.
+        need = self.paging.blocks_to_admit(seq, hits, len(seq)) + self._sibling_blocks(request)
+        free = self.paging.pool.num_available - promised
+        reserve = self._reserve if self.running else 0
+        if need > free - reserve:
+            self._block(request, need, max(0, free - reserve), "blocks" if need > free else "watermark")
+            return False
+        self._start(request, seq, hits)
+        self.paging.admit(seq, hits, flight)
+        if hits:
+            flight.hits.append((seq, hits))
+        grown = self.paging.grow(seq, cached, cached + n, flight)
+        assert grown, "the admission gate counted fewer blocks than growth takes"
+        self._add_row(flight, seq, cached, n, cached + n >= len(seq))
+        return True
+
+    def _start(self, request: Request, seq: Sequence, hits: list[int]) -> None:
+        """From waiting to running."""
         resumed = request.status is Status.PREEMPTED
         self.waiting.popleft()
         self.running.append(request)
@@ -257,20 +273,18 @@ class Scheduler:
         for branch in request.live:
             branch.num_known = len(branch)
         self._emit(RequestAdmitted(request.request_id, seq.seq_id, cached, resumed))
-        self.paging.admit(seq, hits)
-        if hits:
-            self.hits.append((seq, hits))
-        grown = self.paging.grow(seq, cached + n)
-        assert grown, "the admission gate counted fewer blocks than growth takes"
-        self._add_row(seq, cached, n)
 
-    def _promised_blocks(self, request: Request) -> int:
+    def _promised_blocks(self, request: Request, flights: Flights) -> int:
         """Blocks that what it has to prefill will still take, one for each sample that parts then."""
-        own = sum(self.paging.blocks_to_grow(s, len(s.tokens)) for s in request.live if not s.is_decoding)
+        own = 0
+        for seq in request.live:
+            start = flights.num_scheduled(seq)
+            if start < seq.num_known:
+                own += self.paging.blocks_to_grow(seq, start, len(seq.tokens))
         return own + (request.width - 1 if request.fans_out else 0)
 
     def _sibling_blocks(self, request: Request) -> int:
-        """Blocks that the other branches will need beside the first one's: what they do not share when
+        """Blocks that the other branches will need besides those of the first: what they do not share when
         they come back, or one each to write into when they part."""
         if request.fans_out:
             return request.width - 1
@@ -278,28 +292,27 @@ class Scheduler:
         size = self.paging.block_size
         return sum(-(-len(s) // size) - self.paging.common_blocks(first, s) for s in others)
 
-    def _add_row(self, seq: Sequence, start: int, n: int, drafts: tuple[int, ...] = ()) -> None:
-        end, request = start + n, seq.request
-        sample = end >= seq.num_tokens
-        parting: tuple[int, ...] = ()
+    def _add_row(
+        self, flight: Flight, seq: Sequence, start: int, n: int, sample: bool, drafts: tuple[int, ...] = ()
+    ) -> None:
+        request = seq.request
+        draws = (seq.branch,) * (1 + len(drafts)) if sample else ()
         if start < seq.num_known:
             if sample and request.fans_out:
-                parting = tuple(range(request.params.n))
-            self.paging.publish(seq, min(end, seq.num_known))
+                draws = tuple(range(request.params.n))
+            self.paging.publish(seq, min(start + n, seq.num_known), flight)
         top = request.search.candidates if sample and request.search else 0
-        row = self._rows[seq] = Row(seq, start, n, sample, parting, drafts, top)
-        self._left -= n
-        seq.in_flight.append(row)
+        flight.add(seq, row_of(seq, start, n, draws, drafts, top))
 
-    def _chunk(self, seq: Sequence, want: int) -> int:
+    def _chunk(self, flight: Flight, want: int, decoding: bool) -> int:
         """Tokens of `want` that this step may take."""
         if not self._chunked:
-            return want if want <= self._left else 0
-        n = min(want, self._left)
+            return want if want <= flight.left else 0
+        n = min(want, flight.left)
         requests = len(self.running) + len(self.waiting)
-        if n <= self._threshold or not self._threshold or seq.is_decoding or requests < 2:
+        if n <= self._threshold or not self._threshold or decoding or requests < 2:
             return n
-        share = self._budget // requests if self._adaptive else 0
+        share = flight.budget // requests if self._adaptive else 0
         return min(n, max(self._threshold, share))
 
     def _block(self, request: Request, need: int, free: int, reason: str) -> None:
@@ -309,31 +322,41 @@ class Scheduler:
 
     # ---------------------------------------------------------------- queues
 
+    def place_of(self, request: Request, at: int | None = None) -> int:
+        """Index in the waiting queue where it belongs: by priority, or at `at`, by default the end."""
+        if self._by_priority:
+            return bisect_right(self.waiting, _rank(request), key=_rank)
+        return len(self.waiting) if at is None else at
+
     def add(self, request: Request) -> None:
         """Into the waiting queue: to its end, or by priority to its place."""
-        if self._by_priority:
-            insort(self.waiting, request, key=_rank)
-        else:
-            self.waiting.append(request)
+        self.waiting.insert(self.place_of(request), request)
 
-    def preempt(self, request: Request) -> None:
-        """Release everything the request holds and put it at the front of the waiting queue (by priority
-        to its place); it will compute again, usually from its own still cached blocks. Its row of this
-        step is dropped, and whoever shares a block that it was to write in this step goes with it."""
+    def preempt(self, request: Request, flights: Flights, at: int = 0) -> None:
+        """Release everything the request holds and put it at the front of the waiting queue (index `at`; by
+        priority to its place). It will compute again, usually from its own blocks that are still cached. Its rows
+        in flight do not count, and every request that shares a block which they were to write is preempted too."""
         self._preempted_now = True
         self.running.remove(request)
         request.status = Status.PREEMPTED
         request.preemptions += 1
         lost = sum(s.num_computed for s in request.live)
-        sharers = self.give_up(request)
-        self._emit(RequestPreempted(request.request_id, [s.seq_id for s in request.live], lost))
-        self.preempt_all(sharers)  # before it joins the queue: they were admitted after it
-        if self._by_priority:
-            self.add(request)
-        else:
-            self.waiting.appendleft(request)
+        sharers = self._give_up(request, flights)
+        at = self.place_of(request, at)
+        self._emit(RequestPreempted(request.request_id, [s.seq_id for s in request.live], lost, at))
+        self.waiting.insert(at, request)
+        self.preempt_all(sharers, flights, at + 1)  # they were admitted after it
 
-    def remove(self, request: Request) -> None:
+    def preempt_all(self, sharers: list[Sequence], flights: Flights, at: int = 0) -> None:
+        """Preempt the requests of these sequences, as far as they still run."""
+        if not sharers:
+            return
+        requests = {s.request for s in sharers}
+        for request in reversed(self.running[:]):  # youngest first, so that the queue keeps its order
+            if request in requests and request.status is Status.RUNNING:
+                self.preempt(request, flights, at)
+
+    def remove(self, request: Request, flights: Flights) -> None:
         """Take a finished or aborted request out of the queues and release what it holds."""
         if request in self.running:
             self.running.remove(request)
@@ -341,55 +364,28 @@ class Scheduler:
             self.waiting.remove(request)
         if self._blocked and self._blocked[0] == request.request_id:
             self._blocked = None
-        self.preempt_all(self.give_up(request))
+        self.preempt_all(self._give_up(request, flights), flights)
 
-    def give_up(self, request: Request) -> list[Sequence]:
-        """Drop its rows in flight, retract what those published, release its tables. Returns the sequences
-        of others that shared such a block there."""
+    def _give_up(self, request: Request, flights: Flights) -> list[Sequence]:
+        """Drop its rows in flight, retract what they published, release its tables. Returns the sequences
+        of other requests that shared such a block."""
         sharers: list[Sequence] = []
         for seq in request.branches:
-            row = self._rows.pop(seq, None)
-            if row is not None:
-                self._left += row.n
-            sharers += self.paging.retract(seq)
-            self.retire(seq)
+            sharers += self.paging.retract(seq, flights)
+            self.retire(seq, flights)
         return [s for s in sharers if s.request is not request]
 
-    def retire(self, seq: Sequence) -> None:
-        """Release its table and let the runner reuse its row. What it has in flight then, a token behind its
-        last one, counts no more."""
-        seq.in_flight.clear()
+    def retire(self, seq: Sequence, flights: Flights) -> None:
+        """Release its table and let the runner reuse its row. A row that it still has in flight, for a token after
+        its last one, does not count any more."""
+        flights.drop(seq)
         if seq.table:
             self.paging.release(seq)
             self._retired.append(seq.seq_id)
 
-    def step_done(self, plan: Plan) -> list[bool]:
-        """The oldest step in flight, which is `plan`, was executed and is being committed. Returns for each of its
-        rows whether it counts: not if it was dropped since begin (abort, preemption)."""
-        kept = []
-        for row in plan.rows:
-            rows = row.seq.in_flight
-            counts = bool(rows) and rows[0] is row
-            if counts:
-                del rows[0]
-            kept.append(counts)
-        self.in_flight -= 1
-        self.paging.step_written()
-        return kept
-
-    def is_scheduled(self, row: Row) -> bool:
-        """False once the row was dropped (abort or preemption between begin and finish)."""
-        rows = row.seq.in_flight
-        return bool(rows) and (rows[0] is row or rows[-1] is row)  # two steps at most are in flight
-
-    def preempt_all(self, sharers: list[Sequence]) -> None:
-        """Preempt whoever of them still runs."""
-        if not sharers:
-            return
-        requests = {s.request for s in sharers}
-        for request in reversed(self.running[:]):  # youngest first, so that the queue keeps its order
-            if request in requests and request.status is Status.RUNNING:
-                self.preempt(request)
+    def retire_again(self, seq_ids: list[int]) -> None:
+        """The runner did not hear of these: it could not launch their step."""
+        self._retired[:0] = seq_ids
 
 
 def _rank(request: Request) -> tuple[int, float, int]:

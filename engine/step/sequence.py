@@ -11,18 +11,14 @@ from array import array
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import TYPE_CHECKING
 
 from engine.params import SamplingParams
 from engine.step.beam import BeamSearch
 from engine.step.detok import Detokenizer
 
-if TYPE_CHECKING:
-    from engine.step.runner import Row
-
 
 class Status(IntEnum):
-    """Where a request is. PREEMPTED counts as waiting; FINISHED never comes back."""
+    """Where a request is. PREEMPTED counts as waiting; FINISHED is final."""
 
     WAITING = 0
     PREEMPTED = 1
@@ -31,11 +27,7 @@ class Status(IntEnum):
 
 
 class Sequence:
-    """One branch: tokens so far, its block table, how many tokens have KV.
-
-    `table_changed_from` is for the runner's persistent rows: the lowest table index that changed
-    since the runner last copied the table; the runner sets it to len(table).
-    """
+    """One branch: tokens so far, its block table, how many tokens have KV."""
 
     __slots__ = (
         "branch",
@@ -43,14 +35,13 @@ class Sequence:
         "finish_reason",
         "hashes",
         "high_computed",
-        "in_flight",
         "num_computed",
         "num_known",
         "num_published",
         "request",
         "seq_id",
         "table",
-        "table_changed_from",
+        "table_sent",
         "tokens",
     )
 
@@ -68,41 +59,22 @@ class Sequence:
         self.num_computed = 0
         """Tokens whose KV the table's blocks hold; grows when a step is committed."""
         self.high_computed = 0
-        """The most that num_computed ever was: what a preemption makes the engine compute again."""
-        self.in_flight: list[Row] = []
-        """Its rows in steps that are planned and not yet committed, oldest first: a row that is dropped
-        (abort, preemption, an end that showed late) leaves, and its output is nobody's."""
+        """The most that num_computed ever was: below it, computing is computing again."""
         self.num_known = len(self.tokens)
-        """Tokens known at submission or at the last resume; what is after them was sampled since."""
+        """Tokens known at submission or at the last resume; those after them were sampled since."""
         self.num_published = 0
-        """Leading table entries that this sequence need not publish (hit or already stored)."""
-        self.table_changed_from = 0
+        """Leading table entries that are cache hits or already stored, and need not be published."""
+        self.table_sent = -1
+        """Leading table entries that rows have given to the runner and that have not changed since; -1 if the
+        runner must be told everything (again)."""
         self.detok: Detokenizer | None = None
-        """Text of this branch, or None where nobody wants text."""
+        """Makes the text of this branch; None if the engine has no tokenizer."""
         self.finish_reason: str | None = None
 
     @property
     def output_ids(self) -> array[int]:
         """Tokens sampled so far."""
         return self.tokens[self.request.prompt_tokens :]
-
-    @property
-    def num_scheduled(self) -> int:
-        """Tokens that are computed or in flight: where the next row starts."""
-        rows = self.in_flight
-        return rows[-1].start + rows[-1].n if rows else self.num_computed
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens, those included that steps in flight will sample."""
-        rows = self.in_flight
-        return len(self.tokens) + sum(row.sample for row in rows) if rows else len(self.tokens)
-
-    @property
-    def is_decoding(self) -> bool:
-        """The next token to compute is one that was sampled."""
-        rows = self.in_flight
-        return (rows[-1].start + rows[-1].n if rows else self.num_computed) >= self.num_known
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -126,7 +98,7 @@ class Request:
 
     status: Status = Status.WAITING
     branches: list[Sequence] = field(default_factory=list)
-    """Those that ended included; of a beam search without the pruned ones, in the end the best alone."""
+    """Including those that ended. Of a beam search: without the pruned ones, and at the end only the best."""
     parted: bool = False
     """Its prompt is computed, and its samples or beams are branches of their own."""
     search: BeamSearch | None = None
@@ -145,6 +117,7 @@ class Request:
     recomputed_tokens: int = 0
     finish_reason: str | None = None
     error: str | None = None
+    """Why it fails; set as soon as that is known."""
 
     @property
     def live(self) -> list[Sequence]:

@@ -22,13 +22,13 @@ from typing import Any
 
 from engine.config import EngineConfig
 from engine.event_log import EventLog
-from engine.kv.blocks import BlockPool
 from engine.kv.hashing import extend_chain, root_hash
 from engine.kv.paging import Paging
 from engine.params import SamplingParams
 from engine.step.core import EngineCore
 from engine.step.runner import Plan, StepOutput
 from engine.step.sequence import Request, Sequence
+from tests.engine.rig import Pool, new_flight
 from tests.toy_runner import ToyRunner
 
 BLOCK = 16
@@ -82,10 +82,10 @@ def sequence(tokens: list[int]) -> Sequence:
 
 def start(paging: Paging, seq: Sequence) -> Sequence:
     """A sequence that was admitted with its cached blocks, scheduled as a whole, and computed."""
-    paging.begin_step()
-    paging.admit(seq, paging.lookup(seq))
-    assert paging.grow(seq, len(seq))
-    paging.publish(seq, len(seq))
+    flight = new_flight()
+    paging.admit(seq, paging.lookup(seq), flight)
+    assert paging.grow(seq, seq.num_computed, len(seq), flight)
+    paging.publish(seq, len(seq), flight)
     seq.num_computed = len(seq)
     return seq
 
@@ -93,19 +93,19 @@ def start(paging: Paging, seq: Sequence) -> Sequence:
 def pool_figures() -> dict[str, float]:
     """Works on blocks alone, without hashes."""
 
-    def singly(pool: BlockPool) -> None:
+    def singly(pool: Pool) -> None:
         for _ in range(BLOCKS // 100):
             for _ in range(100):
                 pool.release(0, pool.allocate(0, 1))
             pool.events.clear()  # as it is when the batch of a step is taken
 
-    def by_128(pool: BlockPool) -> None:
+    def by_128(pool: Pool) -> None:
         held = [pool.allocate(0, 128) for _ in range(BLOCKS // 128)]
         for ids in held:
             pool.release(0, ids[::-1])
 
-    def fresh() -> tuple[BlockPool]:
-        return (BlockPool(BLOCKS + 1, BLOCK),)
+    def fresh() -> tuple[Pool]:
+        return (Pool(BLOCKS + 1, BLOCK),)
 
     return {
         "pool of 100,001 blocks made": least(fresh),
@@ -124,13 +124,14 @@ def paging_figures() -> dict[str, float]:
         extend_chain([], array("i", TOKENS), BLOCK, root_hash(1))
 
     def empty(blocks: int = BLOCKS) -> tuple[Paging, Sequence]:
-        paging, seq = Paging(BlockPool(blocks + 1, BLOCK), 1), sequence(TOKENS)
+        paging, seq = Paging(Pool(blocks + 1, BLOCK), 1), sequence(TOKENS)
         paging.queried(seq)  # vLLM hashes when the request is created, so this is not part of the measurement
         return paging, seq
 
     def stored(paging: Paging, seq: Sequence) -> None:
-        paging.grow(seq, len(seq))
-        paging.publish(seq, len(seq))
+        flight = new_flight()
+        paging.grow(seq, 0, len(seq), flight)
+        paging.publish(seq, len(seq), flight)
 
     def held() -> tuple[Paging, Sequence]:
         paging, seq = empty()
@@ -150,8 +151,9 @@ def paging_figures() -> dict[str, float]:
         return paging, other
 
     def hit(paging: Paging, seq: Sequence, hits: list[int]) -> None:
-        paging.admit(seq, hits)
-        paging.grow(seq, len(seq))
+        flight = new_flight()
+        paging.admit(seq, hits, flight)
+        paging.grow(seq, seq.num_computed, len(seq), flight)
 
     paging, again, _ = freed()
     stranger = sequence([1, *TOKENS[1:]])
@@ -166,9 +168,10 @@ def paging_figures() -> dict[str, float]:
         return paging, start(paging, sequence(TOKENS[:1000]))
 
     def decode(paging: Paging, seq: Sequence) -> None:
+        flight = new_flight()
         for token in range(10_000):
             seq.tokens.append(token)
-            paging.grow(seq, len(seq.tokens))
+            paging.grow(seq, seq.num_computed, len(seq.tokens), flight)
             seq.num_computed += 1
             paging.publish(seq, seq.num_computed)
 
@@ -188,7 +191,7 @@ def step_figures(count: int, steps: int = 200, runs: int = 5) -> tuple[float, fl
     """Seconds of (schedule, commit) of a step in which `count` sequences of 200 tokens decode."""
 
     def output(plan: Plan) -> StepOutput:
-        return StepOutput([[7] if row.sample else [] for row in plan.rows])
+        return StepOutput([[7] if row.draws else [] for row in plan.rows])
 
     best = float("inf"), float("inf")
     for _ in range(runs):

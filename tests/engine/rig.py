@@ -1,4 +1,4 @@
-"""What the tests of pool, policy and core stand on: sequences over bare paging, and a core over a ToyRunner.
+"""What the tests of pool, policy and core use: sequences over bare paging, and a core over a ToyRunner.
 
 Both hold the invariants after every move: `Books` asks the pool, `Rig` also replays every batch through
 the Mirror, compares it with the pool's own word and keeps all events.
@@ -11,17 +11,20 @@ from itertools import count
 from typing import Any, TypeVar
 
 import numpy as np
+from xxhash import xxh3_128_digest
 
 from engine.config import EngineConfig
 from engine.event_log import EventLog
-from engine.events import PoolSnapshot, RequestFinished, StepBatch, StepScheduled, Usage
+from engine.events import Event, PoolSnapshot, RequestFinished, StepBatch, StepScheduled, Usage
 from engine.kv.blocks import BlockPool
 from engine.kv.hashing import salt_digest
 from engine.kv.paging import Paging
 from engine.params import SamplingParams
 from engine.step.beam import BeamSearch
 from engine.step.core import EngineCore
-from engine.step.sequence import Request
+from engine.step.flight import Flight, Flights, row_of
+from engine.step.runner import Plan, Row
+from engine.step.sequence import Request, Status
 from engine.step.sequence import Sequence as Branch
 from tests.engine.mirror import Mirror
 from tests.toy_runner import ToyRunner, expected, next_logprobs
@@ -60,14 +63,90 @@ def best_beam(
     return texts[search.hypotheses[0].seq_id][len(tokens) :], scores
 
 
+def block_hash(parent: bytes, tokens: bytes, salt: bytes = b"") -> bytes:
+    """Hash of one block; 16 bytes. tokens: little-endian int32; salt: its digest for block 0 only."""
+    return xxh3_128_digest(parent + tokens + salt)
+
+
+class Pool(BlockPool):
+    """A pool that keeps its events, and shows the order in which it hands out blocks."""
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.events: list[Event] = []
+        super().__init__(num_blocks, block_size, self.events.append)
+
+    def eviction_order(self) -> list[int]:
+        """The whole queue, next out first."""
+        return list(self._queue)
+
+
+def fork(core: EngineCore, parent: Branch) -> Branch | None:
+    """A child branch that shares the parent's computed blocks; call between steps. None if the parent
+    is not running or has a row in flight, no place is left among max_num_seqs, or the request could
+    then outgrow the pool on its own."""
+    request = parent.request
+    if request.status is not Status.RUNNING or parent.finish_reason or not parent.table:
+        return None
+    if request.fans_out or request.search or core.flights.newest(parent):
+        return None
+    most = min(core.runner.max_model_len, request.prompt_tokens + request.params.max_tokens)
+    blocks = -(-most // core.paging.block_size) * (len(request.branches) + 1)
+    if blocks > core.paging.pool.num_usable or not core.scheduler.places:
+        return None
+    return core.generation.fork(parent)
+
+
+def prune(core: EngineCore, plan: Plan) -> None:
+    """Leave out of the newest step what was aborted or preempted since begin(), as a driver may that lets such
+    things happen before the step is executed."""
+    flight = core.flights[-1]
+    assert flight.plan is plan
+    flight.seal(plan.retired)
+
+
+def new_flight() -> Flight:
+    """A step without a row, for paging to note in."""
+    return Flight(Plan(0), 0, 0)
+
+
+def row_for(seq: Branch, start: int, n: int, sample: bool = False, draws: tuple[int, ...] = ()) -> Row:
+    """The row of a plan that a test makes by hand."""
+    return row_of(seq, start, n, draws or ((seq.branch,) if sample else ()))
+
+
 class Books:
     """Paging over a pool without a scheduler: what a sequence takes and leaves, block by block."""
 
     def __init__(self, num_blocks: int = 11, block_size: int = 16, caching: bool = True) -> None:
-        self.pool = BlockPool(num_blocks, block_size)
+        self.pool = Pool(num_blocks, block_size)
         self.paging = Paging(self.pool, 7, caching)
+        self.flights = Flights()
         self.live: list[Branch] = []
         self._ids = count()
+        self.begin_step()
+
+    @property
+    def flight(self) -> Flight:
+        """The step that is being planned."""
+        return self.flights[-1]
+
+    def begin_step(self) -> Flight:
+        """All steps before are finished."""
+        self.flights.clear()
+        self.flights.append(new_flight())
+        return self.flight
+
+    def admit(self, seq: Branch) -> None:
+        self.paging.admit(seq, self.paging.lookup(seq), self.flight)
+
+    def grow(self, seq: Branch, end: int) -> bool:
+        return self.paging.grow(seq, seq.num_computed, end, self.flight)
+
+    def publish(self, seq: Branch, end: int) -> None:
+        self.paging.publish(seq, end, self.flight)
+
+    def retract(self, seq: Branch) -> list[Branch]:
+        return self.paging.retract(seq, self.flights)
 
     def sequence(self, tokens: Sequence[int], salt: str | None = None) -> Branch:
         """A sequence that holds no block yet."""
@@ -81,10 +160,10 @@ class Books:
     def start(self, tokens: Sequence[int], salt: str | None = None) -> Branch:
         """Admitted, scheduled whole, executed. Fails the test if it does not fit."""
         seq = self.sequence(tokens, salt)
-        self.paging.begin_step()
-        self.paging.admit(seq, self.paging.lookup(seq))
-        assert self.paging.grow(seq, len(seq))
-        self.paging.publish(seq, len(seq))
+        self.begin_step()
+        self.admit(seq)
+        assert self.grow(seq, len(seq))
+        self.publish(seq, len(seq))
         seq.num_computed = len(seq)
         self.check()
         return seq
@@ -93,7 +172,7 @@ class Books:
         """One step for each token: it is appended, gets its slot and is computed."""
         for token in tokens:
             seq.tokens.append(token)
-            assert self.paging.grow(seq, len(seq))
+            assert self.grow(seq, len(seq))
             seq.num_computed = len(seq)
             self.paging.publish(seq, seq.num_computed)
             self.check()

@@ -685,7 +685,7 @@ def test_a_failure_of_the_engine_itself_ends_the_stream_and_is_remembered(
     live: Callable[..., Live], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     one = live()
-    monkeypatch.setattr(one.engine._core.scheduler, "schedule", lambda step, budget: 1 / 0)  # type: ignore[union-attr]
+    monkeypatch.setattr(one.engine._core.scheduler, "schedule", lambda flights: 1 / 0)  # type: ignore[union-attr]
     number = one.engine.submit(ids(20), greedy(2))
     assert one.until(ev.EngineError).fatal
     assert one.finished(number).reason == "abort"

@@ -12,8 +12,9 @@ from engine.config import EngineConfig
 from engine.files.model_config import ModelConfig, RopeConfig
 from engine.model.torch_runner import TorchRunner
 from engine.params import SamplingParams
-from engine.step.runner import Plan, Row
+from engine.step.runner import Plan
 from engine.step.sequence import Request, Sequence
+from tests.engine.rig import row_for
 
 LLAMA = ModelConfig("llama", 199, 64, 112, 2, 4, 2, 16, 512, rms_norm_eps=1e-5, tie_word_embeddings=True)
 LLAMA3 = replace(
@@ -184,7 +185,7 @@ class Driver:
         """Gives its blocks back; with forget=False as a preemption does, to be computed again."""
         self.free += seq.table
         seq.table.clear()
-        seq.table_changed_from = 0
+        seq.table_sent = -1
         seq.num_computed = 0
         self.retired.append(seq.seq_id)
         if forget:
@@ -197,14 +198,13 @@ class Driver:
             n = min(chunk, len(seq) - seq.num_computed)
             end = seq.num_computed + n
             while len(seq.table) * self.runner.block_size < end:
-                seq.table_changed_from = min(seq.table_changed_from, len(seq.table))
                 seq.table.append(self.free.pop())
-            rows.append(Row(seq, seq.num_computed, n, end == len(seq)))
+            rows.append(row_for(seq, seq.num_computed, n, end == len(seq)))
         output = self.runner.execute(Plan(0, rows, retired=self.retired))
         self.retired = []
-        for row, tokens in zip(rows, output.token_ids, strict=True):
-            row.seq.num_computed = row.start + row.n
-            row.seq.tokens.extend(tokens)
+        for seq, row, tokens in zip(self.live if only is None else only, rows, output.token_ids, strict=True):
+            seq.num_computed = row.start + row.n
+            seq.tokens.extend(tokens)
 
     def generate(
         self, prompts: list[list[int]], n: int, chunk: int = 1 << 20, batch: int = 64

@@ -16,6 +16,7 @@ from engine.config import EngineConfig
 from engine.event_log import EventLog
 from engine.params import SamplingParams
 from engine.step.core import EngineCore
+from tests.engine.rig import fork
 from tests.toy_runner import ToyFault, ToyRunner
 
 VOCAB = 60
@@ -135,7 +136,7 @@ class Storm:
                 prompt, r.randint(1, 3 * size + 4), r.choice([None, None, None, "a"]), n=n, beam_width=beams
             )
         elif op == "f" and running:
-            core.fork(r.choice(running))
+            fork(core, r.choice(running))
         elif op == "e" and core.requests:
             core.abort(r.choice(list(core.requests)))
         elif op == "r":
@@ -150,7 +151,7 @@ class Storm:
             if plan:
                 self._fail = ""
                 output = core.runner.execute(plan)
-                core.abort(r.choice(plan.rows).seq.request.request_id)
+                core.abort(r.choice(core.flights[-1].seqs).request.request_id)
                 core.finish(plan, output)
         core.step()
         if r.random() < 0.05:

@@ -27,6 +27,7 @@ from engine.events import (
 from engine.params import SamplingParams
 from engine.step.core import EngineCore
 from engine.step.runner import Plan
+from tests.engine.rig import prune
 from tests.toy_runner import ToyRunner, expected
 from tests.vllm.terms import HASH_SEED, VOCAB, Ask, Counts, Setup, State, Step
 
@@ -144,7 +145,7 @@ class Ours:
         self._sampled = {}
         plan, self._plan = self._plan, None
         if plan is not None:
-            self.core.prune(plan)
+            prune(self.core, plan)
             self.core.finish(plan, self.runner.execute(plan))
         self.core.check()
         self._step = Step()

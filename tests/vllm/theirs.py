@@ -36,7 +36,8 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from engine.kv.hashing import block_hash, pack, root_hash, salt_digest
+from engine.kv.hashing import pack, root_hash, salt_digest
+from tests.engine.rig import block_hash
 from tests.vllm.terms import HASH_SEED, VOCAB, Ask, Counts, Setup, State, Step
 
 logging.getLogger("vllm").setLevel(logging.CRITICAL)  # importing it set another

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from engine import events as ev
 from engine.kv.blocks import BlockPool, FreeQueue, NoFreeBlocks
-from engine.kv.hashing import block_hash, root_hash
+from engine.kv.hashing import root_hash
+from tests.engine.rig import Pool, block_hash
 
 ROOT = root_hash(1)
 A, B, C = (bytes([i]) * 16 for i in (1, 2, 3))
@@ -16,7 +17,7 @@ A, B, C = (bytes([i]) * 16 for i in (1, 2, 3))
 
 def pool_with(hashes: list[bytes], num_blocks: int = 11, block_size: int = 4) -> BlockPool:
     """Blocks 1.. in one table, stored under these hashes; their events are forgotten."""
-    pool = BlockPool(num_blocks, block_size)
+    pool = Pool(num_blocks, block_size)
     ids = pool.allocate(0, len(hashes))
     pool.store(0, 0, ids, hashes, ROOT, [0] * (len(ids) * block_size))
     pool.events.clear()
@@ -99,7 +100,7 @@ def test_a_drained_queue_fills_again(size: int) -> None:
 
 @pytest.mark.conformance(19)
 def test_a_negative_count_is_refused_and_inflates_nothing() -> None:
-    pool = BlockPool(5, 4)
+    pool = Pool(5, 4)
     with pytest.raises(ValueError, match="cannot take -1 blocks"):
         pool.allocate(0, -1)
     assert pool.num_available == 4
@@ -136,7 +137,7 @@ def test_the_queue_is_a_list_with_fast_ends(num_blocks: int, moves: list[tuple[s
 
 @pytest.mark.conformance(9, 11)
 def test_a_fresh_pool_hands_out_1_2_3_unreferenced_and_unhashed() -> None:
-    pool = BlockPool(11, 16)
+    pool = Pool(11, 16)
     assert pool.num_usable == pool.num_available == 10 and pool.num_active == pool.num_cached == 0
     assert all(pool.ref(b) == 0 and pool.hash_of(b) is None for b in range(11))
     assert pool.allocate(0, 3) == [1, 2, 3]
@@ -158,7 +159,7 @@ def test_a_block_has_at_most_one_hash() -> None:
 @pytest.mark.conformance(10)
 def test_pool_and_queue_are_slotted() -> None:
     """Ours are arrays, not one object a block, so only the two owners could grow by mistake."""
-    for thing in (BlockPool(3, 4), FreeQueue(3)):
+    for thing in (BlockPool(3, 4, [].append), FreeQueue(3)):
         assert not hasattr(thing, "__dict__")
         with pytest.raises(AttributeError):
             thing.unknown = 1  # type: ignore[attr-defined]
@@ -248,7 +249,7 @@ def test_a_reallocated_block_loses_its_hash_before_it_is_handed_out() -> None:
 
 @pytest.mark.conformance(16)
 def test_storing_more_of_a_chain_keeps_what_was_stored() -> None:
-    pool = BlockPool(5, 4)
+    pool = Pool(5, 4)
     ids = pool.allocate(0, 3)
     pool.store(0, 0, ids[:2], [A, B], ROOT, [0] * 8)
     assert pool.num_hashes == 2
@@ -280,7 +281,7 @@ def test_clearing_drops_every_hash_and_keeps_the_order() -> None:
 @pytest.mark.conformance(89, 94)
 def test_storing_k_blocks_is_one_event_with_k_hashes_their_tokens_and_the_parent() -> None:
     """One event with arrays; the salt stands in it once, as block 0's."""
-    pool = BlockPool(5, 2)
+    pool = Pool(5, 2)
     ids = pool.allocate(3, 2)
     pool.events.clear()
     pool.store(3, 0, ids, [A, B], ROOT, [9, 8, 7, 6], salt=C)
@@ -304,7 +305,7 @@ def test_an_allocation_evicts_k_blocks_before_it_stores_k() -> None:
 
 @pytest.mark.conformance(96)
 def test_nothing_asked_is_nothing_told() -> None:
-    pool = BlockPool(5, 4)
+    pool = Pool(5, 4)
     assert pool.allocate(0, 0) == []
     pool.touch(0, [], "hit")
     pool.release(0, [])
@@ -314,7 +315,7 @@ def test_nothing_asked_is_nothing_told() -> None:
 
 
 def test_ids_in_events_are_no_aliases() -> None:
-    pool = BlockPool(5, 4)
+    pool = Pool(5, 4)
     ids = pool.allocate(0, 2)
     table = list(ids)
     pool.touch(1, table, "fork")
@@ -329,7 +330,7 @@ def test_a_reader_recomputes_the_hashes_from_the_event_alone() -> None:
     tokens = [5, 6, 7, 8]
     first = block_hash(ROOT, b"".join(t.to_bytes(4, "little") for t in tokens[:2]), C)
     second = block_hash(first, b"".join(t.to_bytes(4, "little") for t in tokens[2:]))
-    pool = BlockPool(5, 2)
+    pool = Pool(5, 2)
     pool.store(0, 0, pool.allocate(0, 2), [first, second], ROOT, tokens, C)
     event = pool.events[-1]
     assert isinstance(event, ev.BlocksStored)

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from xxhash import xxh3_128_hexdigest
 
-from engine.kv.hashing import block_hash, extend_chain, pack, root_hash, salt_digest
+from engine.kv.hashing import extend_chain, pack, root_hash, salt_digest
+from tests.engine.rig import block_hash
 
 tokens_of = st.lists(st.integers(0, 2**31 - 1), max_size=80)
 

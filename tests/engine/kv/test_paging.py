@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine import events as ev
-from engine.kv.hashing import block_hash, pack, root_hash
-from tests.engine.rig import Books, prompt
+from engine.kv.hashing import pack, root_hash
+from tests.engine.rig import Books, block_hash, prompt
 
 COMMON = prompt(48)
 
@@ -91,9 +91,9 @@ def test_hits_that_nobody_holds_count_against_what_is_free() -> None:
         assert hits == [1, 2, 3] and books.refs(hits) == [0, 0, 0]
         assert books.paging.blocks_to_admit(seq, hits, len(seq)) == need
     # The gate of the scheduler asks first. Whoever does not ask gets False and an unchanged pool.
-    books.paging.admit(seq, hits)
+    books.paging.admit(seq, hits, books.flight)
     before = books.pool.eviction_order(), len(books.pool.events)
-    assert not books.paging.grow(seq, len(seq)) and seq.table == hits
+    assert not books.grow(seq, len(seq)) and seq.table == hits
     assert (books.pool.eviction_order(), len(books.pool.events)) == before
     books.check()
 
@@ -108,11 +108,14 @@ def test_the_gate_counts_exactly_what_admission_takes(moves: list[tuple[int, int
         free = books.pool.num_available
         need = books.paging.blocks_to_admit(seq, hits, length)
         if need <= free:
-            books.paging.begin_step()
-            books.paging.admit(seq, hits)
-            assert books.paging.blocks_to_grow(seq, length) == need - free + books.pool.num_available
-            assert books.paging.grow(seq, length)
-            books.paging.publish(seq, length)
+            books.begin_step()
+            books.paging.admit(seq, hits, books.flight)
+            assert (
+                books.paging.blocks_to_grow(seq, seq.num_computed, length)
+                == need - free + books.pool.num_available
+            )
+            assert books.grow(seq, length)
+            books.publish(seq, length)
             seq.num_computed = length
             assert free - books.pool.num_available == need
             books.check()
@@ -141,13 +144,13 @@ def test_at_least_one_token_is_computed_and_an_aligned_resend_computes_its_last_
 def test_who_computes_the_same_content_beside_another_gets_blocks_of_its_own() -> None:
     """Two that were looked up before either was published; we have no request that refuses to read."""
     books = Books()
-    books.paging.begin_step()
+    books.begin_step()
     pair = [books.sequence(prompt(32)) for _ in range(2)]
     for seq in pair:
-        books.paging.admit(seq, books.paging.lookup(seq))
-        assert books.paging.grow(seq, 32)
+        books.admit(seq)
+        assert books.grow(seq, 32)
     for seq in pair:
-        books.paging.publish(seq, 32)
+        books.publish(seq, 32)
     books.check()
     a, b = (s.table for s in pair)
     assert (a, b) == ([1, 2], [3, 4]) and books.refs(a + b) == [1, 1, 1, 1]
@@ -193,7 +196,7 @@ def test_without_caching_nothing_hits_blocks_return_and_a_full_pool_says_no() ->
     second = books.start(prompt(16))
     assert books.pool.num_available == 0 and books.pool.num_hashes == 0
     third = books.sequence(prompt(4))
-    assert books.paging.lookup(third) == [] and not books.paging.grow(third, 4) and third.table == []
+    assert books.paging.lookup(third) == [] and not books.grow(third, 4) and third.table == []
     books.end(second)
     assert books.pool.num_available == 4 and books.pool.num_cached == 0
     assert not any(isinstance(e, ev.BlocksStored) for e in books.pool.events)
@@ -214,7 +217,7 @@ def test_publishing_twice_stores_once() -> None:
     books = Books()
     seq = books.start(prompt(48))
     books.pool.events.clear()
-    books.paging.publish(seq, 48)
+    books.publish(seq, 48)
     assert books.pool.events == []
 
 
@@ -233,12 +236,12 @@ def test_four_branches_hold_the_prompt_once_and_all_but_the_last_writer_copy_its
     books.check()
     assert all(s.table == [1, 2, 3] for s in branches) and books.refs([1, 2, 3]) == [4, 4, 4]
     for i, seq in enumerate(branches):
-        assert books.paging.blocks_to_grow(seq, 41) == (i < 3)
+        assert books.paging.blocks_to_grow(seq, seq.num_computed, 41) == (i < 3)
         books.decode(seq, [i])
     assert [s.table for s in branches] == [[1, 2, 4], [1, 2, 5], [1, 2, 6], [1, 2, 3]]
     copies = [e for e in books.pool.events if isinstance(e, ev.BlocksCopied)]
     assert [(e.index, e.src, e.dst) for e in copies] == [(2, 3, 4), (2, 3, 5), (2, 3, 6)]
-    assert [c[1:] for c in books.paging.copies] == [(3, 4), (3, 5), (3, 6)]
+    assert [c[1:] for c in books.flight.copies] == [(3, 4), (3, 5), (3, 6)]
 
 
 @pytest.mark.conformance(102)
@@ -261,11 +264,11 @@ def test_a_fork_shares_only_blocks_that_hold_computed_tokens() -> None:
     books = Books()
     parent = books.sequence(prompt(64))
     for end in (20, 32):
-        books.paging.begin_step()
-        assert books.paging.grow(parent, end)
-        books.paging.publish(parent, end)
+        books.begin_step()
+        assert books.grow(parent, end)
+        books.publish(parent, end)
         parent.num_computed = end
-    assert books.paging.grow(parent, 64)  # the next chunk has its slots, but no KV yet
+    assert books.grow(parent, 64)  # the next chunk has its slots, but no KV yet
     child = books.sequence(prompt(64))
     books.paging.fork(parent, child)
     assert child.table == parent.table[:2] and child.num_computed == 32 and child.num_published == 2
@@ -275,13 +278,13 @@ def test_a_fork_shares_only_blocks_that_hold_computed_tokens() -> None:
 def test_truncating_gives_back_the_blocks_beyond_a_position() -> None:
     books = Books()
     seq = books.start(prompt(20))
-    assert books.paging.grow(seq, 60)
+    assert books.grow(seq, 60)
     books.paging.truncate(seq, 20)
-    assert seq.table == [1, 2] and seq.table_changed_from == 0 and books.pool.num_available == 8
+    assert seq.table == [1, 2] and seq.table_sent == -1 and books.pool.num_available == 8
     books.check()
-    seq.table_changed_from = 2  # the runner has taken it over
+    seq.table_sent = 2  # the runner has been given it
     books.paging.truncate(seq, 5)
-    assert (seq.table, seq.table_changed_from) == ([1], 1)
+    assert (seq.table, seq.table_sent) == ([1], 1)
     books.check()
 
 
@@ -291,16 +294,16 @@ def test_truncating_gives_back_the_blocks_beyond_a_position() -> None:
 @pytest.mark.conformance(111)
 def test_what_was_published_for_a_forward_that_will_not_run_is_dropped_with_its_sharers_named() -> None:
     books = Books(num_blocks=20)
-    books.paging.begin_step()
+    books.begin_step()
     first, second = books.sequence(prompt(40)), books.sequence(prompt(40))
     for seq in (first, second):
-        books.paging.admit(seq, books.paging.lookup(seq))
-        assert books.paging.grow(seq, 40)
-        books.paging.publish(seq, 40)
+        books.admit(seq)
+        assert books.grow(seq, 40)
+        books.publish(seq, 40)
     assert second.table[:2] == first.table[:2] and first.request.cache_write_tokens == 32
-    assert books.paging.retract(second) == [] and books.pool.num_hashes == 2  # it published nothing
-    books.paging.admit(third := books.sequence(prompt(40)), books.paging.lookup(third))
-    assert books.paging.retract(first) == [third] and books.pool.num_hashes == 0
+    assert books.retract(second) == [] and books.pool.num_hashes == 2  # it published nothing
+    books.admit(third := books.sequence(prompt(40)))
+    assert books.retract(first) == [third] and books.pool.num_hashes == 0
     assert first.request.cache_write_tokens == first.request.high_published == 0
     event = books.pool.events[-1]
     assert isinstance(event, ev.BlocksEvicted) and (event.ids, event.why) == ([1, 2], "unwritten")
@@ -311,9 +314,9 @@ def test_what_was_published_for_a_forward_that_will_not_run_is_dropped_with_its_
 def test_what_a_forward_wrote_stays_findable_whatever_ends_its_sequence() -> None:
     books = Books()
     seq = books.start(prompt(31))
-    books.paging.begin_step()
+    books.begin_step()
     books.decode(seq, [5])  # fills block 2, published after its forward
-    assert books.paging.retract(seq) == []
+    assert books.retract(seq) == []
     assert books.pool.hash_of(1) is not None and books.pool.hash_of(2) is not None
 
 
@@ -324,10 +327,10 @@ def test_the_copies_of_a_sequence_that_will_not_run_are_dropped() -> None:
     children = [books.sequence(prompt(20)) for _ in range(2)]
     for child in children:
         books.paging.fork(parent, child)
-        assert books.paging.grow(child, 21)
-    assert [c[1:] for c in books.paging.copies] == [(2, 3), (2, 4)]
-    books.paging.retract(children[0])
-    assert [c[1:] for c in books.paging.copies] == [(2, 4)]
+        assert books.grow(child, 21)
+    assert [c[1:] for c in books.flight.copies] == [(2, 3), (2, 4)]
+    books.retract(children[0])
+    assert [c[1:] for c in books.flight.copies] == [(2, 4)]
 
 
 @pytest.mark.conformance(111)
@@ -338,7 +341,7 @@ def test_blocks_whose_kv_proved_bad_are_dropped_but_not_what_took_their_place() 
     other = books.start(prompt(16, 1))
     assert other.table == [3]
     books.live.append(seq)
-    books.paging.invalidate(seq)
+    books.paging.invalidate(seq, books.flights)
     assert books.pool.hash_of(1) is None and books.pool.hash_of(2) is None
     assert books.pool.hash_of(3) == other.hashes[0]
     books.check()

@@ -57,31 +57,33 @@ class PagingMachine(RuleBasedStateMachine):
             need = self.paging.blocks_to_admit(seq, hits, len(seq))
             if need > free:
                 return
-            self.paging.admit(seq, hits)
-            assert need - free + self.pool.num_available == self.paging.blocks_to_grow(seq, len(seq))
+            self.paging.admit(seq, hits, self.books.flight)
+            assert need - free + self.pool.num_available == self.paging.blocks_to_grow(
+                seq, seq.num_computed, len(seq)
+            )
         end = min(len(seq), seq.num_computed + chunk)
         if end == seq.num_computed:
             return
         before = self.pool.eviction_order(), len(self.pool.events), list(seq.table)
-        if not self.paging.grow(seq, end):
+        if not self.books.grow(seq, end):
             assert (self.pool.eviction_order(), len(self.pool.events), seq.table) == before
             return
         first, last = seq.num_computed // BLOCK, (end - 1) // BLOCK
         written = seq.table[first : last + 1]  # by one sequence alone, and not findable yet
         assert all(self.pool.ref(b) == 1 and self.pool.hash_of(b) is None for b in written)
-        self.paging.publish(seq, min(end, seq.num_known))
+        self.books.publish(seq, min(end, seq.num_known))
         self.pending[seq] = end
 
     @precondition(lambda self: self.pending)
     @rule(tokens=st.lists(st.integers(0, 1), min_size=6, max_size=6))
     def execute(self, tokens: list[int]) -> None:
         """Copies, writes, commit, as a runner and the core do it; whoever is through samples."""
-        for _, src, dst in self.paging.copies:
+        for _, src, dst in self.books.flight.copies:
             self.kv[dst] = list(self.kv[src])
         for seq, end in self.pending.items():
             for at in range(seq.num_computed, end):
                 self.kv[seq.table[at // BLOCK]][at % BLOCK] = seq.tokens[at]
-        self.paging.begin_step()
+        self.books.begin_step()
         for (seq, end), token in zip(self.pending.items(), tokens, strict=False):
             seq.num_computed = end
             self.paging.publish(seq, end)
@@ -95,12 +97,12 @@ class PagingMachine(RuleBasedStateMachine):
         """The forward did not run: everyone in it lets go."""
         for seq in list(self.pending):
             self._give_up(seq)
-        self.paging.begin_step()
+        self.books.begin_step()
 
     def _give_up(self, seq: Sequence) -> None:
         """Also whoever shared a block that will not be written."""
         self.pending.pop(seq, None)
-        sharers = self.paging.retract(seq)
+        sharers = self.books.retract(seq)
         self.paging.release(seq)
         seq.num_known = len(seq)
         for sharer in sharers:
@@ -119,7 +121,7 @@ class PagingMachine(RuleBasedStateMachine):
         """Finished, aborted, or its KV proved bad."""
         seq = self.pick(which)
         if bad and seq not in self.pending:
-            self.paging.invalidate(seq)
+            self.paging.invalidate(seq, self.books.flights)
         self._give_up(seq)
         self.books.live.remove(seq)
 
@@ -138,10 +140,13 @@ class PagingMachine(RuleBasedStateMachine):
     def draft_and_reject(self, which: int, blocks: int) -> None:
         """Slots beyond the tokens, given back before anything was written."""
         seq = self.pick(which)
-        if seq.table and seq not in self.pending and not self.paging.blocks_to_grow(seq, seq.num_computed):
+        if seq.table and seq not in self.pending and not self._needs_blocks(seq):
             tokens = len(seq.table) * BLOCK
-            if self.paging.grow(seq, tokens + blocks * BLOCK):
+            if self.books.grow(seq, tokens + blocks * BLOCK):
                 self.paging.truncate(seq, tokens)
+
+    def _needs_blocks(self, seq: Sequence) -> int:
+        return self.paging.blocks_to_grow(seq, seq.num_computed, seq.num_computed)
 
     @precondition(lambda self: self.pool.num_hashes and not self.pool.num_active)
     @rule()

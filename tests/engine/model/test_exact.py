@@ -23,6 +23,7 @@ from engine.files.model_config import ModelConfig
 from engine.params import SamplingParams
 from engine.step.core import EngineCore
 from engine.step.sequence import Request
+from tests.engine.rig import fork
 from tests.engine.tiny import CPU64, LLAMA3, QWEN2, QWEN3, Case
 
 NEW = 20
@@ -116,13 +117,13 @@ def test_forks_copy_and_go_on_alike(case: Case) -> None:
     for i in range(len(case.prompts)):
         run.add(i)
 
-    def fork() -> None:
+    def now_and_then() -> None:
         running = [b for _, q in run.requests for b in q.branches if q.finish_reason is None]
         ready = [b for b in running if len(b.tokens) > len(b.request.prompt_token_ids)]
         if ready and r.random() < 0.2:
-            run.core.fork(r.choice(ready))
+            fork(run.core, r.choice(ready))
 
-    run.finish(fork)
+    run.finish(now_and_then)
     assert run.events(BlocksCopied)
 
 

@@ -22,10 +22,11 @@ from engine.ops.base import Ops
 from engine.ops.cpu import native_ops as cpu_native
 from engine.ops.fp8 import LARGEST, Fp8Kv, dequantise, quantise
 from engine.ops.reference import ReferenceOps
-from engine.step.runner import Plan, Row
+from engine.step.runner import Plan
 from tests.engine.model.test_exact import NEW, Run, families
 from tests.engine.ops.test_ops import RAGGED, SHAPES, Setting, model, needs_native
 from tests.engine.quality import PAGE, logprobs
+from tests.engine.rig import fork, row_for
 from tests.engine.tiny import CPU64, LLAMA3, QWEN3, Driver, random_weights
 
 CPU = torch.device("cpu")
@@ -124,7 +125,7 @@ def test_a_bad_row_is_seen_and_the_others_go_on() -> None:
     assert isinstance(r.cache, Fp8Kv)
     with torch.inference_mode():
         r.cache.scale[1, 1, bad.table[0]] = float("nan")
-    output = r.execute(Plan(0, [Row(bad, 2, 1, True), Row(good, 2, 1, True)]))
+    output = r.execute(Plan(0, [row_for(bad, 2, 1, True), row_for(good, 2, 1, True)]))
     assert output.bad_rows == [0]
 
 
@@ -227,13 +228,13 @@ def test_forks_change_no_token(case: Fp8Case) -> None:
     for i in range(len(case.prompts)):
         r.add(i)
 
-    def fork() -> None:
+    def now_and_then() -> None:
         running = [b for _, q in r.requests for b in q.branches if q.finish_reason is None]
         ready = [b for b in running if len(b.tokens) > len(b.request.prompt_token_ids)]
         if ready and dice.random() < 0.2:
-            r.core.fork(dice.choice(ready))
+            fork(r.core, dice.choice(ready))
 
-    r.finish(fork)
+    r.finish(now_and_then)
     assert r.events(BlocksCopied)
 
 

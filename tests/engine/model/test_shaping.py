@@ -13,9 +13,9 @@ from engine.model.logit_shaping import BANNED, Logprobs, Shaper
 from engine.model.torch_runner import TorchRunner
 from engine.ops.cpu import library as native
 from engine.params import SamplingParams
-from engine.step.runner import Plan, Row
+from engine.step.runner import Plan
 from engine.step.sequence import Request, Sequence
-from tests.engine.rig import Rig, prompt
+from tests.engine.rig import Rig, prompt, row_for
 from tests.engine.tiny import QWEN3, Driver, hf_model, random_weights
 
 VOCAB = 60
@@ -23,13 +23,20 @@ PROMPT = [3, 4, 5, 4, 9, 11, 3, 7]
 OUTPUT = [20, 4, 21, 20, 20, 5]
 
 
-def row(
+def sequence(
     params: dict[str, Any], output: list[int] = OUTPUT, eos: tuple[int, ...] = (2,), seq_id: int = 0
-) -> Row:
+) -> Sequence:
     request = Request(seq_id, PROMPT, SamplingParams(**params), 0.0, eos_token_ids=frozenset(eos))
     seq = Sequence(seq_id, request)
     seq.tokens.extend(output)
-    return Row(seq, len(seq) - 1, 1, True)
+    return seq
+
+
+def shape(out: torch.Tensor, *seqs: Sequence, shaper: Shaper | None = None) -> dict[int, str]:
+    """The logits of the next token of each, shaped in place."""
+    shaper = shaper or Shaper()
+    rows = [row_for(seq, len(seq) - 1, 1, True) for seq in seqs]
+    return shaper.take(Plan(0, rows)) | shaper.apply(out, rows)
 
 
 def logits(rows: int = 1, seed: int = 0) -> torch.Tensor:
@@ -39,7 +46,7 @@ def logits(rows: int = 1, seed: int = 0) -> torch.Tensor:
 
 def shaped(params: dict[str, Any], output: list[int] = OUTPUT) -> torch.Tensor:
     out = logits()
-    Shaper().apply(out, [row(params, output)])
+    shape(out, sequence(params, output))
     return out
 
 
@@ -128,37 +135,45 @@ def test_presence_and_frequency_count_the_output_alone() -> None:
 
 def test_marks_that_grow_step_by_step_are_marks_made_at_once() -> None:
     params = {"repetition_penalty": 1.5, "presence_penalty": 0.5, "frequency_penalty": 0.25}
-    shaper, r = Shaper(), row(params, [])
+    shaper, seq = Shaper(), sequence(params, [])
     for token in [*OUTPUT, 1, 1]:
-        r.seq.tokens.append(token)
+        seq.tokens.append(token)
         got = logits()
-        shaper.apply(got, [Row(r.seq, len(r.seq) - 1, 1, True)])
-        output = list(r.seq.tokens[len(PROMPT) :])
+        shape(got, seq, shaper=shaper)
+        output = list(seq.tokens[len(PROMPT) :])
         assert torch.equal(got, shaped(params, output))
-    shaper.forget([0])
+    shaper.take(Plan(0, retired=[0]))
+    seq.table_sent = -1
     again = logits()
-    shaper.apply(again, [Row(r.seq, len(r.seq) - 1, 1, True)])
+    shape(again, seq, shaper=shaper)
     assert torch.equal(again, got)
-    del r.seq.tokens[-4:]  # a draft that was taken back
+    del seq.tokens[-4:]  # a draft that was taken back
     shorter = logits()
-    shaper.apply(shorter, [Row(r.seq, len(r.seq) - 1, 1, True)])
+    shape(shorter, seq, shaper=shaper)
     assert torch.equal(shorter, shaped(params, OUTPUT[:-2]))
 
 
 def test_a_row_that_asks_for_nothing_is_not_touched() -> None:
     out = logits(3)
-    rows = [row({}), row({"repetition_penalty": 2.0}, seq_id=1), row({"logprobs": 3}, seq_id=2)]
-    Shaper().apply(out, rows)
+    shape(
+        out,
+        sequence({}),
+        sequence({"repetition_penalty": 2.0}, seq_id=1),
+        sequence({"logprobs": 3}, seq_id=2),
+    )
     assert torch.equal(out[0], logits(3)[0]) and torch.equal(out[2], logits(3)[2])
     assert not torch.equal(out[1], logits(3)[1])
 
 
 def test_logprobs_are_the_models_own_and_fall() -> None:
     out = logits(3)
-    rows = [row({"logprobs": 3}), row({}, seq_id=1), row({"logprobs": 0, "logit_bias": {5: 9}}, seq_id=2)]
-    told = Logprobs(out, rows)
-    Shaper().apply(out, rows)
-    got = told.of(*(t.tolist() for t in told.look_up(torch.tensor([7, 8, 5]))))
+    ways: list[dict[str, Any]] = [{"logprobs": 3}, {}, {"logprobs": 0, "logit_bias": {5: 9}}]
+    seqs = [sequence(params, seq_id=i) for i, params in enumerate(ways)]
+    shaper, rows = Shaper(), [row_for(seq, len(seq) - 1, 1, True) for seq in seqs]
+    shaper.take(Plan(0, rows))
+    own = Logprobs(out, map(shaper.logprobs, rows))
+    shaper.apply(out, rows)
+    got = own.of(*(t.tolist() for t in own.look_up(torch.tensor([7, 8, 5]))))
     want = logits(3).log_softmax(-1)
     assert set(got) == {0, 2}
     assert got[0].sampled == pytest.approx(want[0, 7].item()) and got[2].sampled == pytest.approx(
@@ -259,7 +274,7 @@ def test_random_knobs_leave_finite_rows() -> None:
             "min_tokens": r.randint(0, 20),
         }
         out = logits().float()
-        Shaper().apply(out, [row(params)])
+        shape(out, sequence(params))
         assert bool(torch.isfinite(out.sum(-1)).all())
 
 
@@ -268,8 +283,8 @@ def test_a_plan_without_drawing_rows_is_no_trouble() -> None:
     driver = Driver(r)
     seq = driver.add([1, 2, 3, 4], SamplingParams(temperature=0, repetition_penalty=1.2, logprobs=2))
     seq.table = [driver.free.pop()]
-    output = r.execute(Plan(0, [Row(seq, 0, 2, False)]))
+    output = r.execute(Plan(0, [row_for(seq, 0, 2, False)]))
     assert output.token_ids == [[]] and output.logprobs == {}
-    output = r.execute(Plan(1, [Row(seq, 2, 2, True)]))
+    output = r.execute(Plan(1, [row_for(seq, 2, 2, True)]))
     (told,) = output.logprobs[0]
     assert len(told.top) == 2 and told.top_ids[0] != told.top_ids[1]

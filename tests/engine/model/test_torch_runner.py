@@ -20,8 +20,9 @@ from engine.model.layers import rope_bytes, rope_table
 from engine.model.step_cost import SECONDS, StepCost
 from engine.model.torch_runner import TorchRunner, clamp_model_len
 from engine.params import SamplingParams
-from engine.step.runner import Plan, Row
+from engine.step.runner import Plan
 from engine.step.sequence import Request, Sequence
+from tests.engine.rig import row_for
 from tests.engine.tiny import CPU64, LLAMA, Driver, random_weights
 
 SMOL = ModelConfig("llama", 49152, 576, 1536, 30, 9, 3, 64, 8192, tie_word_embeddings=True)
@@ -143,11 +144,11 @@ def test_only_the_changed_part_of_a_table_is_taken_over() -> None:
     seq = driver.add(list(range(40)))
     driver.step(1000)
     row = r._rows._rows[seq.seq_id]
-    seq.table[0] = 1000  # not told: must not be seen
+    seq.table[0] = 1000  # no row says so: it must not be seen
     driver.step(1)
-    assert seq.table_changed_from == len(seq.table)
+    assert seq.table_sent == len(seq.table)
     assert r._rows._tables[row, 0] != 1000
-    seq.table[0], seq.table_changed_from = 7, 0
+    seq.table[0], seq.table_sent = 7, 0
     driver.step(1)
     assert r._rows._tables[row, : len(seq.table)].tolist() == seq.table
 
@@ -159,7 +160,7 @@ def test_a_token_never_goes_into_the_null_block() -> None:
     seq = driver.add([1] * 20)
     seq.table = [5, 0]
     with pytest.raises(ValueError, match="null block"):
-        r.execute(Plan(0, [Row(seq, 0, 20, True)]))
+        r.execute(Plan(0, [row_for(seq, 0, 20, True)]))
     assert not r.cache[:, :, 0].any()
 
 
@@ -172,7 +173,7 @@ def test_copies_run_before_the_step_writes() -> None:
     b = driver.add(list(a.tokens))
     b.num_computed, b.table = 5, [driver.free.pop()]
     src, dst = a.table[0], b.table[0]
-    output = r.execute(Plan(0, [Row(a, 5, 1, True), Row(b, 5, 1, True)], copies=[(src, dst)]))
+    output = r.execute(Plan(0, [row_for(a, 5, 1, True), row_for(b, 5, 1, True)], copies=[(src, dst)]))
     assert output.token_ids[0] == output.token_ids[1]
     assert torch.equal(r.cache[:, :, src], r.cache[:, :, dst])
 
@@ -184,7 +185,7 @@ def test_rows_with_bad_logits_are_told_and_the_others_go_on() -> None:
     driver.step(2)
     with torch.inference_mode():
         r.cache[1, 1, bad.table[0]] = float("nan")
-    rows = [Row(chunk, 2, 5, False), Row(bad, 2, 1, True), Row(good, 2, 1, True)]
+    rows = [row_for(chunk, 2, 5, False), row_for(bad, 2, 1, True), row_for(good, 2, 1, True)]
     output = r.execute(Plan(0, rows))
     assert output.bad_rows == [1]
     assert [len(t) for t in output.token_ids] == [0, 0, 1]
@@ -241,7 +242,7 @@ def test_a_step_of_as_many_draws_as_tokens_draws_from_the_last_one_alone() -> No
         seq.table, start = [1, 2], 0
         for n in chunks:
             last = start + n == 9
-            output = r.execute(Plan(0, [Row(seq, start, n, last, (0, 1) if last else ())]))
+            output = r.execute(Plan(0, [row_for(seq, start, n, draws=(0, 1) if last else ())]))
             start += n
         said.append(output.token_ids[0])
     assert said[0] == said[1] == said[2] and said[0][0] == said[0][1]
@@ -301,7 +302,7 @@ def test_a_gpu_that_is_full_of_pieces_gets_a_second_try(monkeypatch: pytest.Monk
     one = runner()
     seq = Sequence(0, Request(0, [1, 2, 3], SamplingParams(temperature=0.0), 0.0))
     seq.table = [1]
-    batch, _ = one._rows.apply(Plan(0, [Row(seq, 0, 3, True)]))
+    batch, _ = one._rows.apply(Plan(0, [row_for(seq, 0, 3, True)]))
     with torch.inference_mode():
         want = one.model.forward(batch, one.cache)
     forward, left, emptied = one.model.forward, 1, []

@@ -29,8 +29,9 @@ from engine.ops.fp8 import parts
 from engine.ops.reference import ReferenceOps
 from engine.ops.weights import Quantization
 from engine.params import SamplingParams
-from engine.step.runner import Plan, Row
+from engine.step.runner import Plan
 from engine.step.sequence import Request, Sequence
+from tests.engine.rig import row_for
 from tests.engine.tiny import QWEN2, QWEN3, Driver, random_weights
 
 CPU = torch.device("cpu")
@@ -80,7 +81,7 @@ def step(lengths: list[tuple[int, int]], block_size: int, num_blocks: int) -> St
         tokens = [r.randrange(100) for _ in range(total)]
         seq = Sequence(i, Request(i, tokens, SamplingParams(temperature=0.0), 0.0))
         seq.table = [free.pop() for _ in range(-(-total // block_size))]
-        rows.append(Row(seq, total - n, n, True))
+        rows.append(row_for(seq, total - n, n, True))
     batch, _ = DeviceRows(len(rows), num_blocks, block_size, CPU).apply(Plan(0, rows))
     return batch
 

@@ -27,8 +27,9 @@ from engine.ops.profiling.step_profile import Profiler
 from engine.ops.profiling.stopwatch import stopwatch
 from engine.ops.reference import ReferenceOps
 from engine.params import SamplingParams
-from engine.step.runner import Plan, Row, StepOutput
+from engine.step.runner import Plan, StepOutput
 from engine.step.sequence import Request, Sequence
+from tests.engine.rig import row_for
 from tests.engine.tiny import CPU64, LLAMA, QWEN2, QWEN3, Driver, random_weights
 
 CPU = torch.device("cpu")
@@ -75,7 +76,7 @@ def step(lengths: list[tuple[int, int]], wanted: list[int] | None = None) -> Ste
             Request(i, [r.randrange(100) for _ in range(total)], SamplingParams(temperature=0.0), 0.0),
         )
         seq.table = [free.pop() for _ in range(-(-total // 16))]
-        rows.append(Row(seq, total - n, n, True))
+        rows.append(row_for(seq, total - n, n, True))
     batch, _ = DeviceRows(len(rows), 41, 16, CPU).apply(Plan(0, rows))
     if wanted is not None:
         batch.logit_rows = torch.tensor(wanted, dtype=torch.int64)

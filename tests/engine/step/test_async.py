@@ -19,8 +19,9 @@ from engine.event_log import EventLog
 from engine.model.torch_runner import TorchRunner
 from engine.params import SamplingParams
 from engine.step.core import EngineCore
+from engine.step.flight import Flights
 from engine.step.sequence import Request, Status
-from tests.engine.rig import Rig, prompt
+from tests.engine.rig import Rig, fork, prompt
 from tests.engine.tiny import CPU64, QWEN3, random_weights
 from tests.toy_runner import ToyFault
 
@@ -45,7 +46,8 @@ def test_two_steps_are_in_flight_and_a_new_request_joins_the_second() -> None:
     second = rig.add(prompt(9, 1), 3)
     two = rig.core.begin()
     assert two is not None
-    assert [(r.seq.request.request_id, r.start, r.n) for r in two.rows] == [(0, 20, 1), (1, 0, 9)]
+    owners = [seq.request.request_id for seq in rig.core.flights[1].seqs]
+    assert owners == [0, 1] and [(r.start, r.n) for r in two.rows] == [(20, 1), (0, 9)]
     assert list(two.rows[0].tokens) == [], "its token is not known"
     two_ticket = rig.runner.launch(two)
     with pytest.raises(RuntimeError, match="not finished"):
@@ -164,9 +166,9 @@ def test_nobody_forks_off_a_sequence_whose_step_still_writes() -> None:
     request = rig.add(prompt(20), 8)
     rig.step()
     rig.step()
-    assert request.branches[0].in_flight and rig.core.fork(request.branches[0]) is None
+    assert rig.core.flights.newest(request.branches[0]) and fork(rig.core, request.branches[0]) is None
     rig.core.settle()
-    assert rig.core.fork(request.branches[0]) is not None
+    assert fork(rig.core, request.branches[0]) is not None
     rig.run()
 
 
@@ -247,9 +249,9 @@ def test_nobody_is_preempted_while_a_step_is_in_flight() -> None:
     scheduler, preempt = rig.core.scheduler, rig.core.scheduler.preempt
     in_flight: list[int] = []
 
-    def watched(request: Request) -> None:
-        in_flight.append(scheduler.in_flight)
-        preempt(request)
+    def watched(request: Request, flights: Flights, at: int = 0) -> None:
+        in_flight.append(len(flights) - 1)  # without the step that is being planned
+        preempt(request, flights, at)
 
     scheduler.preempt = watched  # type: ignore[method-assign]
     rig.run()
@@ -277,7 +279,7 @@ def test_aborts_in_any_order_end_with_exactly_the_tokens_that_were_told(seed: in
     for request in requests:
         assert request.finish_reason == "abort"
         assert rig.answer(request) == rig.truth(request, request.num_output)
-    assert rig.pool.num_active == 0 and rig.core.scheduler.in_flight == 0
+    assert rig.pool.num_active == 0 and not rig.core.flights
 
 
 @pytest.mark.conformance(87)
@@ -293,9 +295,9 @@ def test_blocks_of_an_end_that_showed_late_are_written_by_their_new_holder_last(
     assert rig.step() == {} and second.status is Status.WAITING, "the pool holds one of them"
     while first.finish_reason is None:
         rig.step()
-    late_rows = [row for flight in rig.core._flight for row in flight.plan.rows]
+    late = [seq for flight in rig.core.flights for seq in flight.seqs]
     freed = set(range(1, 6)) - {b for s in second.branches for b in s.table}
-    assert len(late_rows) == 1 and late_rows[0].seq is first.branches[0] and freed
+    assert late == [first.branches[0]] and freed
     rig.run()
     taken = {
         b for e in rig.events(ev.BlocksAllocated) if e.seq_id == second.branches[0].seq_id for b in e.ids
@@ -367,7 +369,7 @@ def test_who_goes_on_behind_unwritten_blocks_and_then_gets_no_row_falls_with_the
     reader, publisher = rig.add(prompt(20), 4), rig.add(prompt(12), 1)
     rig.step()
     rig.step()
-    (flight,) = rig.core._flight
+    (flight,) = rig.core.flights
     published = publisher.branches[0].table[2]
     assert [row.n for row in flight.plan.rows] == [1, 1, 1, 1, 4] and rig.pool.num_available == 0
     assert rig.core.begin() is None and reader.branches[0].table[2] == published
@@ -471,10 +473,11 @@ def test_what_a_step_takes_is_all_of_it_taken_at_its_launch() -> None:
         core.add_request(i, [(i + j) % 199 for j in range(30)], SamplingParams(max_tokens=40, temperature=0))
     for _ in range(25):
         core.step()
-        live = [s for q in core.scheduler.running for s in q.branches if s.in_flight or s.num_computed]
+        running = [s for q in core.scheduler.running for s in q.branches]
+        live = [s for s in running if core.flights.newest(s) or s.num_computed]
         for seq in live:
             row = rows._rows.get(seq.seq_id)
             if row is not None:
-                n = seq.table_changed_from
+                n = seq.table_sent
                 assert meta[row, :n].tolist() == rows._host[row, :n].tolist() == seq.table[:n]
     assert live

@@ -142,7 +142,7 @@ def test_a_preemption_at_any_step_changes_no_hypothesis(step: int, caching: bool
     for _ in range(step):
         rig.step()
     if request.status is Status.RUNNING:
-        rig.core.scheduler.preempt(request)
+        rig.core.scheduler.preempt(request, rig.core.flights)
         rig.check()
     rig.run()
     judge(rig, request)

@@ -9,7 +9,7 @@ import pytest
 from engine import events as ev
 from engine.errors import SetupError
 from engine.step.sequence import Status
-from tests.engine.rig import Rig, prompt
+from tests.engine.rig import Rig, fork, prompt, prune
 from tests.toy_runner import ToyFault, expected
 
 # ------------------------------------------------------------------------------ worked examples
@@ -99,7 +99,7 @@ def test_a_resumed_lookup_says_so_and_leaves_cached_tokens_as_they_were() -> Non
     rig = Rig()
     request = rig.add(prompt(40), 10)
     rig.step()
-    rig.core.scheduler.preempt(request)
+    rig.core.scheduler.preempt(request, rig.core.flights)
     rig.run()
     first, again = rig.events(ev.PrefixLookup)
     assert (first.resumed, first.hit_tokens) == (False, 0)
@@ -143,7 +143,7 @@ def test_a_resume_that_computes_everything_again_counts_it() -> None:
     request = rig.add(prompt(40), 10)
     for _ in range(4):
         rig.step()
-    rig.core.scheduler.preempt(request)
+    rig.core.scheduler.preempt(request, rig.core.flights)
     rig.run()
     assert rig.usage(request).recomputed_tokens == 43
     assert rig.events(ev.RequestPreempted)[0].tokens_lost == 43
@@ -325,7 +325,7 @@ def test_an_abort_between_scheduling_and_commit_leaves_no_unwritten_hash(steps: 
     plan = rig.core.begin()
     if plan is not None and early:
         rig.core.abort(request.request_id)
-        rig.core.prune(plan)
+        prune(rig.core, plan)
         rig.core.finish(plan, rig.runner.execute(plan))
     elif plan is not None:
         output = rig.runner.execute(plan)
@@ -361,7 +361,7 @@ def test_an_abort_between_fork_and_first_token_returns_all_blocks(steps: int) ->
     rig = Rig()
     request = rig.add(prompt(40), 20)
     rig.step()
-    child = rig.core.fork(request.branches[0])
+    child = fork(rig.core, request.branches[0])
     assert child is not None and child.table
     rig.check()
     for _ in range(steps):
@@ -575,7 +575,7 @@ def test_branches_hold_the_prompt_once_and_copy_at_their_first_write() -> None:
     rig = Rig()
     request = rig.add(prompt(40), 6)
     rig.step()
-    children = [rig.core.fork(request.branches[0]) for _ in range(3)]
+    children = [fork(rig.core, request.branches[0]) for _ in range(3)]
     assert all(children) and rig.pool.ref(1) == rig.pool.ref(3) == 4 and rig.pool.num_active == 3
     forked = rig.events(ev.SequenceForked) if rig.core.flush() else []
     assert [(e.parent, e.child) for e in forked] == [(0, 1), (0, 2), (0, 3)]
@@ -592,17 +592,17 @@ def test_branches_hold_the_prompt_once_and_copy_at_their_first_write() -> None:
 def test_a_fork_that_could_not_grow_to_its_end_is_not_made() -> None:
     rig = Rig(num_blocks=11, max_num_seqs=3)
     request = rig.add(prompt(40), 20)  # 4 blocks a branch: two fit, a third does not
-    assert rig.core.fork(request.branches[0]) is None  # it does not run yet
+    assert fork(rig.core, request.branches[0]) is None  # it does not run yet
     rig.step()
-    assert rig.core.fork(request.branches[0]) is not None
-    assert rig.core.fork(request.branches[0]) is None
+    assert fork(rig.core, request.branches[0]) is not None
+    assert fork(rig.core, request.branches[0]) is None
     rig.run()
     assert len(request.branches) == 2 and not rig.events(ev.RequestPreempted)
     wide = Rig(num_blocks=200, max_num_seqs=2)
     request = wide.add(prompt(40), 20)
     wide.step()
-    assert wide.core.fork(request.branches[0]) is not None
-    assert wide.core.fork(request.branches[0]) is None  # no place among max_num_seqs
+    assert fork(wide.core, request.branches[0]) is not None
+    assert fork(wide.core, request.branches[0]) is None  # no place among max_num_seqs
 
 
 @pytest.mark.conformance(112)
@@ -643,7 +643,7 @@ def test_a_preemption_at_any_step_changes_no_token(step: int, caching: bool, bud
     for _ in range(step):
         rig.step()
     for request in rig.core.scheduler.running[:1]:
-        rig.core.scheduler.preempt(request)
+        rig.core.scheduler.preempt(request, rig.core.flights)
         rig.check()
     rig.run()
     for request in requests:
@@ -657,7 +657,7 @@ def test_a_fork_at_any_step_leaves_its_parent_alone(at: int) -> None:
     request = rig.add(prompt(40), 8)
     for _ in range(at):
         rig.step()
-    child = rig.core.fork(request.branches[0])
+    child = fork(rig.core, request.branches[0])
     rig.run()
     assert child is not None
     assert rig.answer(request) == rig.truth(request, 8)

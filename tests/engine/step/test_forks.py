@@ -9,7 +9,7 @@ import pytest
 from engine import events as ev
 from engine.params import SamplingParams
 from engine.step.sequence import Request, Status
-from tests.engine.rig import Rig, prompt
+from tests.engine.rig import Rig, prompt, prune
 from tests.toy_runner import expected
 
 
@@ -90,7 +90,7 @@ def test_a_preemption_at_any_step_changes_no_sample_and_shares_again(step: int, 
     for _ in range(step):
         rig.step()
     if request.status is Status.RUNNING:
-        rig.core.scheduler.preempt(request)
+        rig.core.scheduler.preempt(request, rig.core.flights)
         rig.check()
     most = 0
     while rig.core.has_work:
@@ -128,7 +128,7 @@ def test_an_abort_at_any_moment_returns_all_blocks(steps: int, moment: str) -> N
         output = rig.runner.execute(plan) if moment == "executed" else None
         rig.core.abort(request.request_id)
         if output is None:
-            rig.core.prune(plan)
+            prune(rig.core, plan)
             output = rig.runner.execute(plan)
         rig.core.finish(plan, output)
     rig.check()

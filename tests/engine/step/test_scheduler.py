@@ -16,8 +16,9 @@ from engine.events import (
     StepCompleted,
     StepScheduled,
 )
+from engine.step.flight import Flights
 from engine.step.sequence import Status
-from tests.engine.rig import Rig, prompt
+from tests.engine.rig import Rig, fork, new_flight, prompt, prune
 
 # ------------------------------------------------------------------------- admission and budget
 
@@ -136,7 +137,7 @@ def test_a_branch_that_cannot_have_its_turn_holds_nobody_up() -> None:
     )
     first = rig.add(prompt(8), 50)
     rig.step()
-    children = [rig.core.fork(first.branches[0]) for _ in range(2)]
+    children = [fork(rig.core, first.branches[0]) for _ in range(2)]
     for _ in range(31):
         rig.step()
     rig.core.reset_prefix_cache(reset_running=True)
@@ -334,10 +335,10 @@ def test_the_budget_of_a_dropped_row_is_free_for_whoever_comes_later_in_the_step
     rig.add(prompt(60), 2)
     victim = rig.add(prompt(30, 1), 2)
     plan = rig.core.begin()
-    assert plan is not None and rig.core.scheduler._left == 10
-    rig.core.scheduler.preempt(victim)
-    assert rig.core.scheduler._left == 40
-    rig.core.prune(plan)
+    assert plan is not None and rig.core.flights[-1].left == 10
+    rig.core.scheduler.preempt(victim, rig.core.flights)
+    assert rig.core.flights[-1].left == 40
+    prune(rig.core, plan)
     rig.core.finish(plan, rig.runner.execute(plan))
     rig.run()
 
@@ -346,7 +347,7 @@ def test_a_resumed_request_waits_until_all_its_branches_fit() -> None:
     rig = Rig(num_blocks=21, block_size=4, max_num_seqs=4)
     request = rig.add(prompt(18), 10)
     rig.step()
-    child = rig.core.fork(request.branches[0])
+    child = fork(rig.core, request.branches[0])
     for _ in range(6):
         rig.step()
     assert child is not None and [len(s) for s in request.branches] == [25, 25]
@@ -371,10 +372,10 @@ def test_a_preemption_between_scheduling_and_commit_takes_the_sharers_along_in_o
     plan = rig.core.begin()
     assert plan is not None
     output = None if early else rig.runner.execute(plan)
-    rig.core.scheduler.preempt(requests[0])
+    rig.core.scheduler.preempt(requests[0], rig.core.flights)
     assert list(rig.core.scheduler.waiting) == [requests[i] for i in (0, 1, 3)]
     if early:
-        rig.core.prune(plan)
+        prune(rig.core, plan)
     rig.core.finish(plan, output or rig.runner.execute(plan))
     rig.check()
     assert rig.pool.num_hashes == 3 and [len(r.branches[0]) for r in requests] == [50, 50, 51, 50]
@@ -410,7 +411,9 @@ def test_retired_sequences_reach_the_runner_even_if_the_next_plan_is_empty() -> 
     rig.add(prompt(20), 5)
     rig.step()
     rig.core.abort(0)
-    assert rig.core.scheduler.schedule(0, 100).rows == []
+    nothing = Flights([new_flight()])
+    rig.core.scheduler.schedule(nothing)
+    assert not nothing[-1].live
     rig.add(prompt(20, 1), 5)
     plan = rig.core.begin()
     assert plan is not None and plan.retired == [0]
@@ -421,7 +424,7 @@ def test_a_branch_that_ends_before_its_siblings_is_retired() -> None:
     rig = Rig()
     request = rig.add(prompt(20), 8)
     rig.step()
-    child = rig.core.fork(request.branches[0])
+    child = fork(rig.core, request.branches[0])
     assert child is not None
     child.finish_reason = None
     request.branches[0].tokens.extend(prompt(5))  # closer to max_tokens than its child
@@ -430,7 +433,7 @@ def test_a_branch_that_ends_before_its_siblings_is_retired() -> None:
     assert request.branches[0].finish_reason == "length" and child.finish_reason is None
     assert request.branches[0].table == [] and rig.core.scheduler._retired == [0]
     plan = rig.core.begin()
-    assert plan is not None and plan.retired == [0] and [r.seq for r in plan.rows] == [child]
+    assert plan is not None and plan.retired == [0] and rig.core.flights[-1].seqs == [child]
     rig.core.finish(plan, rig.runner.execute(plan))
     rig.check()
 
@@ -607,11 +610,11 @@ def test_who_found_blocks_that_will_not_be_written_goes_with_their_writer(early:
     rig.step()
     plan = rig.core.begin()
     assert plan is not None and len(plan.rows) == 2
-    writer = plan.rows[0].seq.request
+    writer = rig.core.flights[-1].seqs[0].request
     output = None if early else rig.runner.execute(plan)
     rig.core.abort(writer.request_id)
     if early:
-        rig.core.prune(plan)
+        prune(rig.core, plan)
     rig.core.finish(plan, output or rig.runner.execute(plan))
     rig.check()
     other = second if writer is first else first

@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from dataclasses import replace
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -186,9 +187,11 @@ def test_a_models_tokens_are_those_without_speculation(temperature: float) -> No
 class Markov(ToyRunner):
     """The next token depends on the last alone, drawn by the engine's own sampler from known logits."""
 
+    seeds: ClassVar[dict[int, int | None]] = {}
     P = torch.tensor([[0.7, 0.2, 0.1], [0.1, 0.6, 0.3], [0.4, 0.1, 0.5]], dtype=torch.float64)
 
     def execute(self, plan: Plan) -> StepOutput:
+        self.seeds |= {row.seq_id: row.new.params.seed for row in plan.rows if row.new is not None}
         output = super().execute(plan)
         draws = [(i, k, b) for i, row in enumerate(plan.rows) for k, b in enumerate(row.draws)]
         if draws:
@@ -196,10 +199,10 @@ class Markov(ToyRunner):
             last, places = [], []
             for at, (i, k, branch) in enumerate(draws):
                 row = plan.rows[i]
-                behind = max(0, len(row.drafts) - k)
+                behind = max(0, row.drafts - k)
                 last.append(row.tokens[row.n - 1 - behind])
                 places.append(row.start + row.n - behind)
-                params[at] = (1.0, 1.0, 0.0, 0, row.seq.request.params.seed, branch)
+                params[at] = (1.0, 1.0, 0.0, 0, self.seeds[row.seq_id], branch)
             ids, _ = sample(self.P[last].log(), SampleRows(params, np.array(places)))
             for (i, k, _), token in zip(draws, ids, strict=True):
                 output.token_ids[i][k] = token

@@ -15,7 +15,7 @@ from engine.params import SamplingParams
 from engine.step.core import EngineCore
 from engine.step.sequence import Request
 from tests.engine.mirror import Mirror
-from tests.engine.rig import best_beam
+from tests.engine.rig import best_beam, fork, prune
 from tests.toy_runner import ToyFault, ToyRunner, next_token
 
 
@@ -133,7 +133,7 @@ class Storm:
         running = [s for q in self.core.scheduler.running for s in q.live]
         if running:
             parent = self.random.choice(running)
-            child = self.core.fork(parent)
+            child = fork(self.core, parent)
             if child:
                 points = self.branch_points[parent.seq_id]
                 self.branch_points[child.seq_id] = [*points, (len(parent), child.branch)]
@@ -159,15 +159,15 @@ class Storm:
             plan = core.begin()
             if plan:
                 self.fail = None
-                victim = r.choice(plan.rows).seq.request
+                victim = r.choice(core.flights[-1].seqs).request
                 early = r.random() < 0.5
                 output = None if early else core.runner.execute(plan)
                 if r.random() < 0.5:
                     core.abort(victim.request_id)
                 else:
-                    core.scheduler.preempt(victim)
+                    core.scheduler.preempt(victim, core.flights)
                 if early:
-                    core.prune(plan)
+                    prune(core, plan)
                 core.finish(plan, output or core.runner.execute(plan))
         elif op == "s":
             core.one_at_a_time = r.random() < 0.3
@@ -188,7 +188,7 @@ class Storm:
         for _ in range(20_000):
             if not self.core.has_work:
                 break
-            assert self.core.step() or self.core.scheduler.in_flight, "work left but nothing could run"
+            assert self.core.step() or self.core.flights, "work left but nothing could run"
         self.check()
         assert not self.core.has_work, "the engine never came to an end"
         assert self.core._pool.num_active == 0
