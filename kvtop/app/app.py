@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from textual import events, on
-from textual.app import App, SystemCommand
+from textual.app import SystemCommand
 from textual.binding import BindingType
 from textual.screen import Screen
 from textual.timer import Timer
@@ -34,6 +34,7 @@ from kvtop.paint.motion import Motion
 from kvtop.paint.palette import Palette
 from kvtop.play.session import Session
 from kvtop.state.dashboard import DashboardState
+from kvtop.terminal.textual_door import OrderedApp
 from kvtop.text import cut, safe_text
 from kvtop.widgets.bars.hint import KeyLine
 from kvtop.widgets.chat.prompt import Prompt
@@ -49,7 +50,7 @@ SETTLING = 3.0
 """Seconds after the last batch in which rates still fall."""
 
 
-class KvtopApp(App[int]):
+class KvtopApp(OrderedApp):
     """Shows `session` and hands the keys to it."""
 
     TITLE = "kvtop"
@@ -178,9 +179,8 @@ class KvtopApp(App[int]):
             NotImplementedError, RuntimeError, ValueError
         ):  # not on this system, not in this thread
             loop = asyncio.get_running_loop()
-            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-                code = 130 if number == signal.SIGINT else 128 + number
-                loop.add_signal_handler(number, leave(code))
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+                loop.add_signal_handler(number, leave(128 + number))
 
     # ----------------------------------------------------------------------------------- clock
 
@@ -230,7 +230,7 @@ class KvtopApp(App[int]):
         self._set_pace()
         if self.main.has_class("-logs") and self.captured is not None and self.captured.poll():
             self.main.log_panel.stale = True
-        if self._is_due(wall):
+        if self.output_has_room and self._is_due(wall):
             self._frame(wall, every=False)
 
     def _is_due(self, wall: float) -> bool:

@@ -10,7 +10,6 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
-from kvtop.app import pasting
 from kvtop.app.app import KvtopApp
 from kvtop.app.capture import Capture
 from kvtop.paint import themes
@@ -49,7 +48,6 @@ def _run(session: Session) -> int:
     themes.find(session.options.theme or themes.DEFAULT)  # told before the terminal changes hands
     for name in ("COLUMNS", "LINES"):  # exported by some shells, they would hide the terminal's own size
         os.environ.pop(name, None)
-    pasting.install()
     interval = sys.getswitchinterval()
     sys.setswitchinterval(SWITCH_INTERVAL)
     capture = Capture(log_file())
@@ -59,7 +57,7 @@ def _run(session: Session) -> int:
             app.run()
     finally:
         sys.setswitchinterval(interval)
-    crash = app._exception
+    crash = app.crash
     if app.failure is not None:
         print(cut(f"kvtop: {safe_text(app.failure)}", 200), file=sys.stderr)
         return 2

@@ -16,6 +16,7 @@ from rich.color import Color, ColorType
 from rich.style import Style
 
 from kvtop.picture.cells import Grid, PictureError, Rgb, Run
+from kvtop.terminal.textual_door import shown_strips
 
 if TYPE_CHECKING:
     from rich.terminal_theme import TerminalTheme
@@ -27,14 +28,7 @@ FORMATS = ("txt", "svg", "png")
 
 def grid(app: App[Any]) -> Grid:
     """What the running app would show now, modal screens and their dimmed background included."""
-    from textual._context import visible_screen_stack
-
-    token = visible_screen_stack.set(app._background_screens)
-    try:
-        strips = app.screen._compositor.render_strips()
-    finally:
-        visible_screen_stack.reset(token)
-    return grid_of(strips, app.ansi_theme, *app.size)
+    return grid_of(shown_strips(app), app.ansi_theme, *app.size)
 
 
 def grid_of(strips: Sequence[Strip], theme: TerminalTheme, width: int, height: int) -> Grid:

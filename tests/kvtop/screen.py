@@ -10,6 +10,7 @@ from kvtop.app.app import KvtopApp
 from kvtop.options import Options
 from kvtop.play.session import Session
 from kvtop.state.dashboard import DashboardState
+from kvtop.terminal.textual_door import shown_strips
 
 SIZES = ((1, 1), (20, 5), (50, 15), (80, 24), (100, 30), (120, 40), (200, 60))
 
@@ -59,7 +60,7 @@ class Show:
     @property
     def rows(self) -> list[str]:
         """The screen as a terminal would show it."""
-        return [strip.text for strip in self.app.screen._compositor.render_strips()]
+        return [strip.text for strip in shown_strips(self.app)]
 
     @property
     def text(self) -> str:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from rich.style import Style
 from textual.app import App, ComposeResult
+from textual.await_complete import AwaitComplete
 from textual.binding import Binding, BindingType
 from textual.containers import Vertical
 from textual.screen import ModalScreen, Screen
@@ -22,6 +23,7 @@ from textual.widget import Widget
 from textual.widgets import Input
 
 from kvtop.app.screens.figures import FIGURES, Definition
+from kvtop.terminal.textual_door import draw_frames
 from kvtop.widgets.base.lines import Part, Row
 from kvtop.widgets.base.panel import Scrolling
 
@@ -99,6 +101,7 @@ class HelpScreen(ModalScreen[None]):
 
     def __init__(self, sections: Sequence[Section]) -> None:
         super().__init__()
+        draw_frames(self)
         self.sections = tuple(sections)
 
     @classmethod
@@ -112,6 +115,10 @@ class HelpScreen(ModalScreen[None]):
             frame.border_title = "help"
             frame.border_subtitle = "↑ ↓ scroll   Esc close"
             yield HelpText(self.sections)
+
+    def dismiss(self, result: None = None) -> AwaitComplete:
+        """Close, if that has not happened yet."""
+        return super().dismiss(result) if self.app.screen is self else AwaitComplete()
 
     def on_mount(self) -> None:
         """The list takes the arrow keys."""

@@ -22,10 +22,10 @@ from textual.screen import Screen
 from textual.widget import Widget
 from textual.widgets import Label
 
-from kvtop.app.screens.compositor import FrameCompositor
 from kvtop.options import View
 from kvtop.paint.motion import Motion
 from kvtop.state import lookup
+from kvtop.terminal.textual_door import draw_frames, draw_regions
 from kvtop.text import cut
 from kvtop.widgets.bars.caption import Caption
 from kvtop.widgets.bars.header import Header
@@ -118,7 +118,7 @@ class MainScreen(Kept, Screen[None]):
 
     def __init__(self, state: DashboardState, motion: Motion, captured: Sequence[str], *, live: bool) -> None:
         super().__init__()
-        self._compositor = FrameCompositor()
+        draw_frames(self)
         self.state = state
         self.motion = motion
         self.live = live
@@ -255,11 +255,7 @@ class MainScreen(Kept, Screen[None]):
         for box in self._boxes:
             changed += box.retitle(told if box is self.map_box else "")
         if changed:
-            # Not by `refresh`: a screen that has to be drawn takes itself for all that is dirty, and where
-            # the prompt's cursor went at the same moment would not be drawn.
-            self._set_dirty(*changed)
-            self._dirty_widgets.add(self)
-            self.check_idle()
+            draw_regions(self, changed)
         return any(widget.painted_at < self._moved_at for widget in in_view)
 
     def _due(self, in_view: Sequence[Lines], wall: float) -> list[Lines]:

@@ -57,18 +57,7 @@ class Prompt(Input):
             self.value = self._sent[place] if place < len(self._sent) else ""
             self.cursor_position = len(self.value)
 
-    async def _on_key(self, event: events.Key) -> None:
-        # Textual runs bindings only when the key has come up to the application; by then letters that were
-        # typed after it stand in the line already.
-        bound = [] if event.is_printable else self._bindings.key_to_bindings.get(event.key, [])
-        for binding in bound:
-            if await self.app.run_action(binding.action, self):
-                event.stop()
-                event.prevent_default()
-                return
-        await super()._on_key(event)
-
-    def _on_paste(self, event: events.Paste) -> None:
+    def on_paste(self, event: events.Paste) -> None:
         event.stop()
         event.prevent_default()
         self.insert_text_at_cursor(" ".join(event.text.split()))

@@ -11,6 +11,7 @@ from textual.geometry import Region
 from engine.events import BlocksCopied, BlocksEvicted, EngineError, EngineStarted, StepBatch
 from kvtop.app.screens.main import Box
 from kvtop.options import VIEWS
+from kvtop.terminal.textual_door import shown_strips
 from kvtop.widgets.base.lines import Lines
 from tests.kvtop.screen import SIZES, show
 from tests.kvtop.stage import Stage
@@ -206,7 +207,7 @@ async def test_no_color_sends_no_colour(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv("NO_COLOR", "1")
     async with show((100, 30), story().batches) as shown:
         console, sent = shown.app.console, []
-        for strip in shown.app.screen._compositor.render_strips():
+        for strip in shown_strips(shown.app):
             sent.append(strip.render(console))
         text = "".join(sent)
         assert "38;" not in text and "48;" not in text

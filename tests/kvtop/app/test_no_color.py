@@ -6,6 +6,7 @@ import pytest
 from rich.segment import Segment
 
 from kvtop.paint import themes
+from kvtop.terminal.textual_door import shown_strips
 from tests.kvtop.screen import Show, show
 from tests.kvtop.stage import Stage
 
@@ -16,7 +17,7 @@ def coloured(shown: Show) -> list[Segment]:
     """Segments of the screen, after Textual's filters, that bring a colour of their own."""
     return [
         segment
-        for strip in shown.app.screen._compositor.render_strips()
+        for strip in shown_strips(shown.app)
         for segment in strip
         if segment.style
         for colour in (segment.style.color, segment.style.bgcolor)

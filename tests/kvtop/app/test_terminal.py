@@ -18,6 +18,8 @@ from pathlib import Path
 import pyte
 import pytest
 
+from kvtop.record.verify import verify
+
 PROGRAM = Path(__file__).parent.with_name("on_terminal.py")
 ALTERNATE_ON, ALTERNATE_OFF = b"\x1b[?1049h", b"\x1b[?1049l"
 CURSOR_ON, MOUSE_OFF = b"\x1b[?25h", b"\x1b[?1003l"
@@ -81,8 +83,27 @@ class Terminal:
             if time.monotonic() > end:
                 os.kill(self.pid, signal.SIGKILL)
         _, status = os.waitpid(self.pid, 0)
-        os.close(self._fd)
         return os.waitstatus_to_exitcode(status)
+
+    def gone_within(self, seconds: float) -> int:
+        """Exit code of a program whose output nobody reads."""
+        end = time.monotonic() + seconds
+        while (done := os.waitpid(self.pid, os.WNOHANG))[0] == 0:
+            if time.monotonic() > end:
+                os.kill(self.pid, signal.SIGKILL)
+                os.waitpid(self.pid, 0)
+                raise AssertionError("it still runs")
+            time.sleep(0.01)
+        return os.waitstatus_to_exitcode(done[1])
+
+    def close(self) -> None:
+        """The window is closed."""
+        os.close(self._fd)
+
+    @property
+    def is_raw(self) -> bool:
+        """Keys go to the program one by one, as it asked for."""
+        return not termios.tcgetattr(self._fd)[3] & termios.ICANON
 
     def assert_restored(self) -> None:
         """Main screen, cursor and mouse are back; nothing but `talk` follows."""
@@ -112,6 +133,38 @@ def test_it_shows_and_gives_the_terminal_back(keys: bytes, code: int) -> None:
     assert terminal.wait() == code
     terminal.assert_restored()
     assert terminal.talk == ""
+
+
+@pytest.mark.parametrize(
+    ("sent", "shown"),
+    [
+        (b"\xff", "› \ufffd"),
+        (b"\x80", "› \ufffd"),
+        (b"caf\xe9 au lait", "› caf\ufffd au lait"),
+        (b"\x1b[M\x20\x98\x30", "─ block 1 ─"),
+        (b"\x1b[M\x20\x98\x30", "key mode: letters act"),
+    ],
+    ids=["ff", "80", "Latin-1", "X10 mouse", "a key beyond Unicode"],
+)
+def test_odd_bytes_are_replaced(sent: bytes, shown: str) -> None:
+    terminal = Terminal("plain", size=(130, 40))
+    terminal.until(lambda: "Enter sends example 1" in terminal.text)
+    terminal.send(sent)
+    terminal.until(lambda: shown in terminal.text)
+    terminal.send(b"\x11")
+    assert terminal.wait() == 0
+    assert terminal.talk == ""
+
+
+@pytest.mark.parametrize("where", ["crash", "crash-input", "crash-output", "crash-worker", "crash-panic"])
+def test_whatever_dies_says_one_line_and_ends_with_1(where: str) -> None:
+    terminal = Terminal(where)
+    terminal.until(lambda: "Enter sends example 1" in terminal.text or ALTERNATE_OFF in terminal.raw)
+    if where == "crash-input":
+        terminal.send(b"x")
+    assert terminal.wait() == 1
+    terminal.assert_restored()
+    assert terminal.talk.startswith("kvtop crashed: ") and "\n" not in terminal.talk
 
 
 def test_two_enters_and_the_sentence_stands() -> None:
@@ -166,22 +219,41 @@ def test_a_start_that_fails_says_one_line() -> None:
     assert terminal.talk == "kvtop: no such model; try --model Qwen/Qwen3-0.6B"
 
 
-def test_a_crash_gives_the_terminal_back() -> None:
-    terminal = Terminal("crash")
-    assert terminal.wait() == 1
-    terminal.assert_restored()
-    assert terminal.talk.startswith("kvtop crashed: RuntimeError: a bug; see ") and "\n" not in terminal.talk
-
-
 @pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)]
+    ("number", "code"),
+    [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129), (signal.SIGQUIT, 131)],
 )
-def test_signals_give_the_terminal_back(number: signal.Signals, code: int) -> None:
-    terminal = Terminal("plain")
-    terminal.until(lambda: "Enter sends example 1" in terminal.text)
+@pytest.mark.parametrize("stalled", [False, True], ids=["read", "stalled"])
+def test_signals_give_the_terminal_back(
+    number: signal.Signals, code: int, stalled: bool, tmp_path: Path
+) -> None:
+    """Also when it takes nothing, while a load runs; what is recorded is whole."""
+    recording = tmp_path / "a.jsonl"
+    terminal = Terminal("load", str(recording))
+    terminal.until(lambda: " running" in terminal.text)
+    assert terminal.is_raw
+    if stalled:
+        time.sleep(1.5)
     os.kill(terminal.pid, number)
-    assert terminal.wait() == code
-    terminal.assert_restored()
+    begin = time.monotonic()
+    if stalled:
+        assert terminal.gone_within(5) == code
+    else:
+        assert terminal.wait() == code
+        terminal.assert_restored()
+    assert time.monotonic() - begin < 5
+    assert not terminal.is_raw
+    assert verify(recording).ok
+
+
+def test_a_terminal_that_is_closed_ends_the_program(tmp_path: Path) -> None:
+    recording = tmp_path / "a.jsonl"
+    terminal = Terminal("load", str(recording))
+    terminal.until(lambda: " running" in terminal.text)
+    time.sleep(1.5)  # nothing is read: it stalls
+    terminal.close()
+    assert terminal.gone_within(5) == 129
+    assert verify(recording).ok
 
 
 def test_without_colour_and_in_a_poor_terminal() -> None:

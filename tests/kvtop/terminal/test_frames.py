@@ -13,7 +13,7 @@ from textual.strip import Strip
 from textual.widgets._toast import Toast
 
 from kvtop.app.app import KvtopApp
-from kvtop.app.screens.compositor import FrameCompositor
+from kvtop.terminal.textual_door import FrameCompositor
 from tests.kvtop.app.test_app import story
 from tests.kvtop.app.test_live import live
 from tests.kvtop.screen import Show, show
@@ -33,7 +33,7 @@ def check(shown: Show, regions: set[Region]) -> None:
     compositor = shown.app.screen._compositor
     assert type(compositor) is FrameCompositor
     whole = [cells(strip) for strip in compositor.render_strips()]
-    strips = compositor._dirty_strips(regions)
+    strips = compositor.strips_for(regions)
     assert strips is not None
     sent: set[tuple[int, int]] = set()
     for x, y, strip in strips:
@@ -87,7 +87,7 @@ async def test_a_widget_that_draws_too_little_is_left_to_textual() -> None:
     async with show((80, 24), story().batches) as shown:
         compositor, main = shown.app.screen._compositor, shown.app.main
         main.map.render_lines = lambda crop: [Strip.blank(2)]
-        assert compositor._dirty_strips({main.map.region}) is None
+        assert compositor.strips_for({main.map.region}) is None
         compositor._dirty_regions.add(main.map.region)
         assert compositor.render_partial_update() is not None and not compositor._dirty_regions
 
@@ -134,3 +134,22 @@ async def test_a_cursor_that_moves_during_a_frame_is_drawn_there() -> None:
         await shown.pilot.pause(0.1)
         assert "FROZEN" in "".join(character for character, _ in painted[0])
         assert painted == [cells(strip) for strip in main._compositor.render_strips()]
+
+
+async def test_while_the_terminal_is_full_no_frame_is_made_and_none_is_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with live((100, 30)) as shown:
+        app = shown.app
+        painted, full = drawn(app), [True]
+        monkeypatch.setattr(type(app), "output_is_full", property(lambda _: full[0]))
+        before = [row[:] for row in painted]
+        await shown.pilot.press(*"typed")
+        app.set_view("ops")
+        await shown.pilot.pause(0.2)
+        assert painted == before
+        full[0] = False
+        app.output_is_free()
+        await shown.pilot.pause(0.1)
+        await shown.pilot.pause(0.1)
+        assert painted == [cells(strip) for strip in app.screen._compositor.render_strips()] != before

@@ -1,0 +1,159 @@
+"""Writing to the terminal without ever waiting for it.
+
+Owns the bytes that the terminal has not taken yet and an estimate of how fast it takes them. Invariants: no
+call blocks, so a terminal that stands still holds up neither keys nor signals; the file's own description is
+opened anew, so that nothing else that shares the terminal becomes non-blocking.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import select
+import time
+from collections.abc import Callable
+
+LAST_WORDS = 0.3
+"""Seconds that the terminal is given at the end to take what is left."""
+MOST_WAITING = 4 << 20
+"""Bytes after which what waits is thrown away: nobody reads this terminal."""
+FORGET = 30.0
+"""Seconds without a full buffer after which a slow terminal is taken for a fast one again."""
+TWICE = 3.0
+"""Seconds within which the buffer must be full twice before a terminal counts as slow: once is a short stop."""
+BUFFER, PORTION = 20_000, 4096
+"""Bytes that Linux keeps for a pseudo-terminal before a write fails, and that must go before it takes more."""
+
+
+class Output:
+    """The terminal behind `fd`. `on_free` is called when it has taken everything after having been full,
+    `on_gone` once when it is no more; both from the event loop."""
+
+    def __init__(
+        self,
+        fd: int,
+        loop: asyncio.AbstractEventLoop,
+        *,
+        on_free: Callable[[], None],
+        on_gone: Callable[[], None],
+    ) -> None:
+        self._loop, self._on_free, self._on_gone = loop, on_free, on_gone
+        self._fd, self._blocks = _own_description(fd)
+        self._left = bytearray()
+        self._watching = self._is_gone = self._is_flush_due = False
+        self._rate: float | None = None
+        """Bytes a second that the terminal takes; None: no limit was met."""
+        self._empty_at = 0.0
+        """When what was written has probably been shown."""
+        self._full_from = self._full_before = float("-inf")
+        """When the system's buffer became full, and when it had been full the time before."""
+        self._taken_since = 0
+
+    @property
+    def is_full(self) -> bool:
+        """The terminal has not taken what was written last: another frame would only come later."""
+        return self._watching
+
+    @property
+    def has_room(self) -> bool:
+        """What was written has probably been shown, so another large frame delays no key."""
+        return not self._watching and (self._rate is None or time.monotonic() >= self._empty_at)
+
+    def write(self, text: str) -> None:
+        """Hand `text` over; it leaves with the next `flush`, which comes by itself."""
+        if self._is_gone:
+            return
+        self._left += text.encode("utf-8", "replace")
+        if not self._is_flush_due:
+            self._is_flush_due = True
+            self._loop.call_soon(self.flush)
+
+    def flush(self) -> None:
+        """Write as much as the terminal takes now."""
+        self._is_flush_due = False
+        if self._left and not self._watching:
+            self._push()
+
+    def finish(self, text: str, seconds: float = LAST_WORDS) -> bool:
+        """Write `text` as the last thing. What waited before it is thrown away if the terminal does not take it
+        in time. Returns whether the terminal took it."""
+        self._stop_watching()
+        end = time.monotonic() + seconds
+        drained = self._drain(end)
+        if not drained:
+            self._left[:] = b"\x18"  # CAN ends a control sequence of which only half was taken
+        self._left += text.encode()
+        return self._drain(end + (0 if drained else LAST_WORDS / 3)) and drained
+
+    def close(self) -> None:
+        """Give the descriptor back."""
+        self._stop_watching()
+        if self._fd >= 0:
+            os.close(self._fd)
+        self._fd, self._is_gone = -1, True
+
+    # ------------------------------------------------------------------------------------- inside
+
+    def _drain(self, end: float) -> bool:
+        while self._left and not self._is_gone:
+            left = end - time.monotonic()
+            if not self._write_some() and (
+                left <= 0 or not select.select([], [self._fd], [], max(0.0, left))[1]
+            ):
+                return False
+        return not self._is_gone
+
+    def _write_some(self) -> int:
+        """Bytes that were taken; 0 if the terminal is full."""
+        if self._blocks and not select.select([], [self._fd], [], 0)[1]:
+            return 0
+        try:
+            taken = os.write(self._fd, self._left[:256] if self._blocks else self._left)
+        except (BlockingIOError, InterruptedError):
+            return 0
+        except OSError:  # hung up
+            self._left.clear()
+            self._is_gone = True
+            self._loop.call_soon(self._on_gone)
+            return 0
+        del self._left[:taken]
+        return taken
+
+    def _push(self) -> None:
+        taken = 0
+        while self._left and (some := self._write_some()):
+            taken += some
+        now = time.monotonic()
+        if self._watching:
+            self._taken_since += max(taken, PORTION)
+        elif self._rate is not None:
+            self._empty_at = max(now, self._empty_at) + taken / self._rate
+            if now - self._full_from > FORGET:
+                self._rate = None
+        if self._left:
+            if not self._watching:
+                self._watching, self._taken_since = True, 0
+                self._full_before, self._full_from = self._full_from, now
+                self._loop.add_writer(self._fd, self._push)
+            if len(self._left) > MOST_WAITING:
+                self._left[:] = b"\x18"
+        elif self._watching:
+            self._stop_watching()
+            if self._full_from - self._full_before < TWICE:
+                self._rate = self._taken_since / max(1e-3, now - self._full_from)
+                self._empty_at = now + min(TWICE, BUFFER / self._rate)
+            self._full_from = now
+            self._on_free()
+
+    def _stop_watching(self) -> None:
+        if self._watching:
+            self._watching = False
+            self._loop.remove_writer(self._fd)
+
+
+def _own_description(fd: int) -> tuple[int, bool]:
+    """(descriptor of the same terminal, whether a write to it may wait)."""
+    try:
+        return os.open(os.ttyname(fd), os.O_WRONLY | os.O_NOCTTY | os.O_NONBLOCK), False
+    except OSError:  # no terminal, or its name means nothing here
+        return os.dup(fd), True
