@@ -1,7 +1,7 @@
-"""How blocks lie on cells: the layouts of the map, and the histogram that shrinks many blocks to pixels.
+"""Where blocks are on the map: its layouts, and the histogram that reduces many blocks to one pixel.
 
-Pure numpy, no textual. Invariants: every block has exactly one pixel; `Histogram.counts[p]` is always
-the number of blocks of each state under pixel p, kept up by (old, new) deltas of the blocks that changed.
+Pure numpy, no textual. Invariants: every block has exactly one pixel. `Histogram.counts[p]` is always the number of
+blocks of each state under pixel p; it is updated with the (old, new) states of the blocks that changed.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ Mode = Literal["cells", "halves", "majority", "glyphs"]
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How `n` blocks (ids 1..n) lie on width x height cells, row by row.
+    """How `n` blocks (ids 1..n) are placed on width x height cells, row by row.
 
-    mode: cells (one block a cell), halves (two, one above the other), majority (half-block pixels of many
-    blocks), glyphs (one pixel of many blocks a cell, where there is no colour). pitch, rise: cells that a
-    block takes across and down, more than 1 where there is room for gaps.
+    mode: cells (one block a cell), halves (two blocks a cell, one above the other), majority (each half cell stands for
+    many blocks), glyphs (each cell stands for many blocks; used without colour). pitch, rise: cells that a block takes
+    across and down, more than 1 if there is room for gaps.
     """
 
     mode: Mode
@@ -36,7 +36,7 @@ class Layout:
 
     @classmethod
     def fit(cls, n: int, width: int, height: int, colour: bool = True) -> Layout:
-        """The most legible mode in which all blocks are visible; without colour a cell has one glyph."""
+        """The most readable mode in which all blocks are visible. Without colour a cell has one glyph."""
         if n <= (width // 2) * ((height + 1) // 2):
             return cls("cells", width, height, 2, 2, n)
         if n <= width * height:
@@ -47,12 +47,12 @@ class Layout:
 
     @property
     def columns(self) -> int:
-        """Blocks (or pixels) in a row."""
+        """Blocks (or pixels) of a row."""
         return self.width // self.pitch
 
     @property
     def rows(self) -> int:
-        """Rows of blocks, the gaps between them left out."""
+        """Rows of blocks, without the gaps between them."""
         return (self.height + self.rise - 1) // self.rise
 
     @property
@@ -62,18 +62,18 @@ class Layout:
 
     @property
     def pixels(self) -> int:
-        """Places for blocks."""
+        """How many blocks have a place."""
         return self.columns * self.rows * self.stack
 
     @property
     def row(self) -> int:
-        """Blocks in a row of cells: how far up and down walk."""
+        """Blocks of a row of cells: how far the keys up and down move."""
         if self.mode in ("cells", "halves"):
             return self.columns
         return max(1, self.n // (self.height * self.stack))
 
     def title(self, block_size: int) -> str:
-        """The scale in words, at most as wide as the map."""
+        """The scale in words, not wider than the map."""
         if self.mode == "cells" and self.width < 44:
             return "1 cell = 1 block"
         if self.mode == "cells":
@@ -93,7 +93,7 @@ class Layout:
         return ids * self.pixels // self.n if self.mode in ("majority", "glyphs") else ids
 
     def blocks_at(self, x: int, y: int) -> range:
-        """Ids under cell (x, y): the first of them if a cell has two."""
+        """The block ids under cell (x, y), the first one first."""
         column = x // self.pitch
         row, gap = divmod(y, self.rise)
         if gap or not (0 <= column < self.columns and 0 <= row < self.rows):
@@ -101,13 +101,13 @@ class Layout:
         pixel = row * self.stack * self.columns + column
         if self.mode in ("cells", "halves"):
             return range(pixel + 1, min(pixel + 2, self.n + 1))
-        # Block i (from 0) lies on pixel i * pixels // n, so pixel p starts at ceil(p * n / pixels).
+        # Block i (from 0) is on pixel i * pixels // n, so pixel p starts at ceil(p * n / pixels).
         first, stop = (-(-p * self.n // self.pixels) + 1 for p in (pixel, pixel + 1))
         return range(first, stop)
 
 
 class Histogram:
-    """States under each pixel of a layout, by deltas."""
+    """How many blocks of each state are under each pixel, updated by deltas."""
 
     def __init__(self, layout: Layout, state: NDArray[Any]) -> None:
         """state: [n] uint8 of blocks 1..n."""
@@ -126,6 +126,6 @@ class Histogram:
         self._counted[at] = new
 
     def majority(self) -> NDArray[np.int16]:
-        """[pixels] the most frequent state; of equals the livelier one."""
-        # argmax takes the first of equals, hence the reversed columns.
+        """[pixels] the most frequent state. Of two equally frequent ones, the more active one."""
+        # argmax takes the first of equal values, hence the reversed columns.
         return (STATES - 1 - self.counts[:, ::-1].argmax(1)).astype(np.int16)

@@ -1,8 +1,8 @@
-"""Palette: the colours of the theme in force as Rich styles, for widgets that paint their own lines.
+"""Palette: the colours of the current theme as Rich styles, for widgets that paint their own lines.
 
-Owns how a name becomes a style. Invariants: an ink can be read on the theme's background, whatever its author
-chose; an area is the theme's exact colour, so that the measured distances between states hold; where there is
-no colour at all (NO_COLOR) weight takes its place.
+Owns how a name becomes a style. Invariants: an ink can be read on the theme's background, whatever colour the theme
+gives. An area has exactly the theme's colour, so that the measured differences between states are kept. Without
+colours (NO_COLOR) font weight is used instead.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ GROUPS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "marks": ("mark", ("hit", "copy", "select")),
     "graphs": ("graph", ("ttft", "itl", "decode", "prefill", "hit", "device")),
 }
-"""Tables of a theme file beside [colors]: prefix of the theme variables, and the keys."""
+"""Tables of a theme file in addition to [colors]: prefix of the theme variables, and the keys."""
 
 VARIABLES = tuple(f"{prefix}-{key}" for prefix, keys in GROUPS.values() for key in keys)
-"""Theme variables of kvtop's own: `block-free`, …, `$block-free` in tcss."""
+"""kvtop's own theme variables: `block-free`, …, written `$block-free` in tcss."""
 
 BLOCKS = ("free", "cached", "filling", "active", "shared")
 """Names in the order of BlockState."""
 
 _THEME = ("primary", "secondary", "accent", "warning", "error", "success", "background", "surface", "panel")
 _READABLE = 3.5
-"""Least contrast of an ink to its background; WCAG 2.1 asks 3 of what must be seen and 4.5 of long text."""
+"""Least contrast of an ink to its background. WCAG 2.1 requires 3 for graphics and 4.5 for text."""
 _RECEDES = 2.4
-"""The same for a free block's dot: there are hundreds, and nothing is in them."""
+"""The same for the dot of a free block. It may be weaker: there are hundreds, and they hold nothing."""
 
 _DIM, _BOLD, _REVERSE = Style(dim=True), Style(bold=True), Style(reverse=True)
 _WEIGHTS: Mapping[str, Style] = {
@@ -57,23 +57,23 @@ def contrast(a: Color, b: Color) -> float:
 class Palette:
     """Styles by name.
 
-    Names: a key of the theme's tables (`free`, `hit`, `ttft`; `graph-hit` since `hit` alone is the mark),
-    Textual's colours (`primary`, `error`, …), `text`, `muted` and `title` (bold).
+    Names: a key of the theme's tables (`free`, `hit`, `ttft`; the graph's colour is `graph-hit`, because `hit` is the
+    mark), Textual's colours (`primary`, `error`, …), `text`, `muted` and `title` (bold).
     """
 
     def __init__(
         self, name: str, dark: bool, native: bool, variables: Mapping[str, str], no_color: bool
     ) -> None:
-        """variables: CSS colour by theme variable; native: colours are the terminal's own 16; no_color:
-        NO_COLOR is set."""
+        """variables: CSS colours by theme variable. native: the colours are the terminal's own 16. no_color: NO_COLOR
+        is set."""
         self.name = name
         self.dark = dark
         self.native = native
         self.colourless = no_color
-        """Nothing has a colour: two states in one cell cannot be told apart, so use one glyph a cell."""
+        """There are no colours. Two states in one cell could not be distinguished, so a cell has one glyph."""
         self._colours = {name: _parse(variables[name]) for name in (*VARIABLES, *_THEME)}
         self.hueless = no_color or all(self._colours[f"block-{n}"].hsl.s < 0.1 for n in BLOCKS)
-        """The states differ in glyph and brightness only: a swatch of colour tells nobody which one it is."""
+        """The states differ only in glyph and brightness, so a colour swatch does not show which state it is."""
         for prefix, keys in GROUPS.values():
             for key in keys:
                 self._colours.setdefault(key, self._colours[f"{prefix}-{key}"])
@@ -85,7 +85,7 @@ class Palette:
         """Inks by BlockState."""
 
     def __getitem__(self, name: str) -> Style:
-        """Ink: a foreground that can be read on the background."""
+        """A foreground colour that can be read on the background."""
         style = self._styles.get((name,))
         if style is None:
             style = Style(color=self._readable(name).rich_color)
@@ -99,11 +99,11 @@ class Palette:
         return style
 
     def area(self, name: str) -> Style:
-        """Background of the theme's exact colour; the foreground is left as it is."""
+        """A background of exactly the theme's colour. The foreground is not set."""
         return Style(bgcolor=self._colours[name].rich_color)
 
     def pair(self, top: str, bottom: str) -> Style:
-        """For `▀`: two pixels in one cell, in the theme's exact colours."""
+        """Two pixels in one cell (`▀`), in exactly the theme's colours."""
         style = self._styles.get((top, bottom))
         if style is None:
             style = Style(color=self._colours[top].rich_color, bgcolor=self._colours[bottom].rich_color)
@@ -111,7 +111,7 @@ class Palette:
         return style
 
     def on(self, name: str) -> Style:
-        """Text that can be read on an area of this colour: badges, selections."""
+        """Text that can be read on an area of this colour, for badges and selections."""
         if self.colourless:
             return _REVERSE
         colour = self._colours[name]
@@ -121,7 +121,7 @@ class Palette:
         return Style(color=ink.rich_color, bgcolor=colour.rich_color)
 
     def mix(self, name: str, other: str, share: float) -> Style:
-        """Ink `share` (0..1) of the way from one colour to another; native colours switch half-way."""
+        """A colour between two colours; share 0..1. Native colours switch in the middle."""
         return Style(color=_mix(self._colours[name], self._colours[other], share).rich_color)
 
     def colour(self, name: str) -> Color:
@@ -129,7 +129,7 @@ class Palette:
         return self._colours[name]
 
     def _readable(self, name: str) -> Color:
-        """The colour, moved towards the text's as far as it must be to stand out from the background."""
+        """The colour, moved towards the text colour until it has enough contrast to the background."""
         colour, background, text = (self._colours[key] for key in (name, "background", "text"))
         least = _RECEDES if name in ("free", "block-free") else _READABLE
         if any(c.ansi is not None for c in (colour, background, text)):

@@ -1,8 +1,8 @@
-"""Our pool and policy against vLLM's own, step by step; runs in a venv of its own (`make test-vllm`)."""
+"""Compares our pool and scheduler with vLLM's after every step, in an environment of its own (`make test-vllm`)."""
 
 import os
 
-# Read when vllm is imported, whoever does so first.
+# vllm reads it when it is imported for the first time.
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "CRITICAL")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")

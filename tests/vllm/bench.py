@@ -1,9 +1,8 @@
-"""`make bench-vllm`: the works of tests/benchmarks/bench_core.py, ours and vLLM's in one process and one run.
+"""`make bench-vllm`: the work of tests/benchmarks/bench_core.py done by kvtop and by vLLM, in one process and one run.
 
-Least CPU time of several runs with the garbage collector off, the two sides in turn. Ours always appends
-its events; theirs is measured without its KV events (its default) and with them. ratio = theirs / ours.
-Theirs hashes with xxhash over pickle, the fastest that it offers, and counts its statistics, as it does by
-default.
+Each figure is the least CPU time of several runs with the garbage collector off; the two sides run in turns. kvtop
+always appends its events. vLLM is measured without its KV events (its default) and with them. vLLM hashes with xxhash
+over pickle, its fastest hash, and counts its statistics, as it does by default. ratio = theirs / ours.
 """
 
 from __future__ import annotations
@@ -76,7 +75,7 @@ def pool_figures() -> dict[str, float]:
 
 
 def manager_figures(events: bool) -> dict[str, float]:
-    """With `events` what it tells is taken, as each step does."""
+    """With `events`, the events are taken from the pool, as vLLM does at each step."""
     count = len(TOKENS)
 
     def empty(blocks: int = BLOCKS) -> tuple[KVCacheManager, Request]:
@@ -140,7 +139,7 @@ def manager_figures(events: bool) -> dict[str, float]:
 
 
 def step_figures(count: int, events: bool, steps: int = 200, runs: int = 3) -> tuple[float, float]:
-    """(schedule, commit) seconds of a step in which `count` sequences of 200 tokens decode."""
+    """Seconds of (schedule, commit) of a step in which `count` sequences of 200 tokens decode."""
 
     def output(plan: SchedulerOutput) -> ModelRunnerOutput:
         names = list(plan.num_scheduled_tokens)
@@ -181,7 +180,7 @@ def step_figures(count: int, events: bool, steps: int = 200, runs: int = 3) -> t
 
 def main() -> None:
     kv_cache_utils.init_none_hash(HASH)
-    gc.freeze()  # else each collection walks through all that vLLM imports
+    gc.freeze()  # otherwise each collection visits all objects that vLLM has imported
     ours = bench_core.pool_figures()
     theirs = pool_figures()
     ours |= bench_core.paging_figures()

@@ -1,4 +1,4 @@
-"""vLLM or a plain word about it: these tests never skip."""
+"""These tests never skip: without vLLM they fail with a clear message."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where we differ from vLLM 0.32.0 on purpose: the whole list.
+"""The complete list of intended differences from vLLM 0.32.0.
 
 Each row says what kvtop does, what vLLM does and why. It also has a switch: a class over vLLM's Scheduler that
 makes vLLM do what kvtop does. With all switches on, the storms find no other difference (test_storms.py).
@@ -16,7 +16,7 @@ from tests.vllm import models
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """ours, theirs: what each does; why: what ours gains; model: makes vLLM do the same."""
+    """ours, theirs: what each does. why: what kvtop gains. model: a class that makes vLLM do the same."""
 
     ours: str
     theirs: str
@@ -93,7 +93,7 @@ DIFFERENCES = {
 
 
 def laid_over(without: str | None = None) -> tuple[type[Scheduler], ...]:
-    """All switches, or all but one."""
+    """All switches, or all except one."""
     return tuple(d.model for name, d in DIFFERENCES.items() if name != without)
 
 

@@ -1,8 +1,8 @@
-"""What makes vLLM behave as we do in one point each: classes to lay over its Scheduler.
+"""Classes over vLLM's Scheduler. Each makes vLLM do what kvtop does in one of the intended differences.
 
-Owned by the table in differences.py. Where a point lies in the middle of vLLM's schedule(), `Hooked` lets
-it be reached: the text of that function with four places turned into methods that by themselves do what
-stood there. Laid over each other in any order.
+The table in differences.py lists them. They can be combined in any order. Some differences are in the middle of vLLM's
+schedule(). For these, `Hooked` takes the source of that function and turns four places into methods, which do by
+default what the source did there.
 """
 
 from __future__ import annotations
@@ -47,16 +47,16 @@ def _hooked() -> Any:
 
 
 class Hooked(Scheduler):
-    """vLLM's schedule() as it is, with handles."""
+    """vLLM's schedule(), unchanged, with methods that subclasses can override."""
 
     schedule = _hooked()
     goes_on = False
-    """After a request that had to preempt itself: on to the next, or end the running part of the step."""
+    """After a request that preempted itself: continue with the next one, or end the running part of the step."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.known: dict[str, int] = {}
-        """Tokens at a request's latest admission: what comes after them was sampled since."""
+        """Tokens at the latest admission of each request. Later tokens were sampled since then."""
         allocate = self.kv_cache_manager.allocate_slots
 
         def allocate_slots(request: Request, *args: Any, **kwargs: Any) -> Any:
@@ -67,17 +67,17 @@ class Hooked(Scheduler):
         self.kv_cache_manager.allocate_slots = allocate_slots
 
     def visit(self, request: Request) -> None:
-        """A running request has its turn."""
+        """It is the turn of a running request."""
 
     def next_victim(self) -> Request:
         return max(self.running, key=lambda r: (r.priority, r.arrival_time))
 
     def gave_up(self, request: Request) -> bool:
-        """Whether the request whose turn it is was preempted itself."""
+        """Whether the request whose turn it is was itself preempted."""
         return request.status is RequestStatus.PREEMPTED
 
     def reads(self, request: Request, blocks: Iterable[int]) -> None:
-        """It was given these out of the cache, in this step."""
+        """The request got these blocks from the cache in this step."""
 
 
 class RefusesWhatNeverFits(Hooked):
@@ -89,7 +89,7 @@ class RefusesWhatNeverFits(Hooked):
 
 
 class PromisesBlocks(Hooked):
-    """What the running prompts will still take is not free for an admission."""
+    """Blocks that running prompts will still need are not free for an admission."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -111,10 +111,10 @@ class PromisesBlocks(Hooked):
 
 
 class DecodesFirst(Hooked):
-    """Runs through the running requests decodes first; the latest admitted is still the one to go.
+    """Schedules decodes first. The request that is preempted is still the one that was admitted last.
 
-    A victim may then have had its turn already. vLLM's first-come branch cannot take a turn back, its
-    priority branch can, and with the places in the running list as arrival times finds the same victim.
+    So the preempted request may have had its turn already. vLLM's first-come branch cannot undo a turn, but its
+    priority branch can. With the places in the running list as arrival times it chooses the same request.
     """
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
@@ -137,8 +137,8 @@ class GoesOnAfterSelfPreemption(Hooked):
 
 
 class StoresWhatWasComputed(Hooked):
-    """At scheduling only blocks of tokens known at admission are stored, those of sampled tokens when
-    the step's output is there."""
+    """At scheduling only blocks of tokens known at the admission are stored. Blocks of sampled tokens are stored when
+    the output of the step is there."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -163,8 +163,8 @@ class StoresWhatWasComputed(Hooked):
 
 
 class DropsHashesOfUnwrittenKV(Hooked):
-    """A request that is preempted or aborted between its scheduling and its forward takes the hashes that
-    it stored for this step with it, and whoever was given those blocks is preempted too."""
+    """If a request is preempted or aborted between its scheduling and its forward, the hashes that it stored for this
+    step are removed. Requests that got those blocks are preempted too."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -172,7 +172,7 @@ class DropsHashesOfUnwrittenKV(Hooked):
         self._read: dict[str, set[int]] = {}
         self._in_flight = self._scheduling = False
         self._doomed: set[Request] = set()
-        """Sharers that are to be preempted next, while schedule() goes through the running requests."""
+        """Requests that share such blocks. They are preempted next, while schedule() goes through the running ones."""
         self._admissions = count()
         self._admitted: dict[str, int] = {}
         manager, pool = self.kv_cache_manager, self.kv_cache_manager.block_pool
@@ -265,8 +265,8 @@ class DropsHashesOfUnwrittenKV(Hooked):
 
 
 class LooksAgain(Hooked):
-    """A running prompt asks the cache at each chunk for the blocks behind its computed ones; a block of
-    its own that was half computed is given back for them."""
+    """At each chunk a running prompt looks up the blocks after its computed ones. A half-computed block of its own is
+    given back for them."""
 
     def visit(self, request: Request) -> None:
         name, pool = request.request_id, self.kv_cache_manager.block_pool
@@ -291,7 +291,7 @@ class LooksAgain(Hooked):
 
 
 class PromotesTheYoungestCopy(Hooked):
-    """When the block that a hash finds is evicted, its latest copy is found next, not the oldest left."""
+    """When the block of a hash is evicted, the hash then finds its latest copy, not the oldest of the others."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -316,7 +316,7 @@ class _YoungestFirst(BlockHashToBlockMap):
 
 
 class NeverCutsWithoutChunks(Hooked):
-    """Without chunked prefill the threshold does not chunk either."""
+    """Without chunked prefill the threshold does not cut a prompt either."""
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         if not self.scheduler_config.enable_chunked_prefill:
@@ -325,7 +325,7 @@ class NeverCutsWithoutChunks(Hooked):
 
 
 class KeepsAPartOfTheUsableBlocks(Hooked):
-    """The watermark's part is one of the blocks that can be used."""
+    """The watermark is a part of the usable blocks."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

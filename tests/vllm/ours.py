@@ -1,7 +1,7 @@
-"""Our side: an EngineCore over a ToyRunner, read only through its event stream and the pool's own word.
+"""kvtop's side: an EngineCore with a ToyRunner, read only through its event stream and the pool's snapshots.
 
-The ToyRunner makes the tokens for both sides. Its next token depends on the KV that it reads through the
-block table, so a run that agrees with vLLM block for block also computed on the right KV.
+The ToyRunner makes the tokens for both sides. Its next token depends on the KV that it reads through the block table.
+So if a run agrees with vLLM in every block, it also computed with the right KV.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from tests.vllm.terms import HASH_SEED, VOCAB, Ask, Counts, Setup, State, Step
 
 
 class Ours:
-    """begin() schedules, finish() runs what is left of the step and returns the sampled tokens."""
+    """begin() schedules. finish() runs what is left of the step and returns the sampled tokens."""
 
     def __init__(self, setup: Setup) -> None:
         ticks = count()
@@ -64,9 +64,9 @@ class Ours:
         self._sampled: dict[int, list[int]] = {}
         self._counts = Counts()
         self.evicted = 0
-        """How often content was thrown out for another's."""
+        """How often content was evicted for other content."""
         self.unwritten = 0
-        """How often hashes were dropped because their blocks' forward was not to be."""
+        """How often hashes were dropped because the forward of their blocks did not run."""
 
     def _take(self, batch: StepBatch) -> None:
         step = self._step
@@ -141,7 +141,7 @@ class Ours:
         return self._step
 
     def finish(self) -> dict[int, list[int]]:
-        """Execute what begin() scheduled and is still wanted; tokens by request."""
+        """Executes the scheduled rows that still count. Returns tokens by request."""
         self._sampled = {}
         plan, self._plan = self._plan, None
         if plan is not None:
@@ -192,6 +192,6 @@ class Ours:
         return self._asks[request].tokens + self._outputs.get(request, [])
 
     def answer_is_right(self, request: int) -> bool:
-        """Whether the answer is the one that the toy language gives without any paging."""
+        """Whether the answer is the one that the toy model gives without any paging."""
         output = self._outputs.get(request, [])
         return output == expected(self._asks[request].tokens, len(output), VOCAB)

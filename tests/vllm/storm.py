@@ -1,7 +1,7 @@
-"""A random life of both engines at once, compared after every move.
+"""Random requests for both engines at once, compared after every step.
 
-Families of prompts with common beginnings, next turns over earlier answers, equal prompts in one step,
-random lengths up to and past what fits, stop tokens, salts, aborts between steps and inside one, resets.
+The requests are prompts with common beginnings, next turns after earlier answers, equal prompts in one step, and
+prompts of random length, also too long ones. There are stop tokens, salts, resets, and aborts between steps and in one.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Disagreement(AssertionError):
 
 
 class Pair:
-    """Both engines, given the same and compared after each step."""
+    """Both engines. They get the same requests and are compared after each step."""
 
     def __init__(self, setup: Setup, models: tuple[type, ...] = ()) -> None:
         self.setup = setup
@@ -42,7 +42,7 @@ class Pair:
         return ours
 
     def step(self, abort: int | None = None) -> tuple[list[int], list[int]]:
-        """One step; `abort` ends while it is in flight. Who was admitted, who preempted."""
+        """One step; the requests in `abort` end while it is in flight. Returns which were admitted and preempted."""
         self.steps += 1
         ours, theirs = self.ours.begin(), self.theirs.begin()
         self.compare(ours, theirs)
@@ -61,7 +61,7 @@ class Pair:
 
 
 class Storm:
-    """Pair under a random workload, the same for the same seed. seen: how often what happened."""
+    """A Pair with a random workload, the same for the same seed. seen: how often each thing happened."""
 
     def __init__(self, seed: int, models: tuple[type, ...] = (), setup: Setup | None = None) -> None:
         r = self.random = random.Random(seed)
@@ -116,7 +116,7 @@ class Storm:
         if kind < 0.3 and self._next:  # a next turn, or the same once more
             tokens = self.pair.ours.text_of(r.randrange(max(0, self._next - 6), self._next))
             return tokens + [r.randrange(VOCAB) for _ in range(r.choice((0, 0, 1, size)))]
-        if kind < 0.4:  # whole blocks: the last is computed each time and lies there more than once
+        if kind < 0.4:  # whole blocks: the last one is computed each time, so several copies of it exist
             return self._families[0][: r.randint(1, min(3, max(1, limit // size - 1))) * size]
         if kind < 0.42:  # about as long as it may be
             return r.choice(self._families)[: limit + r.randrange(-1, 3)]
@@ -127,7 +127,7 @@ class Storm:
 
 
 def random_setup(r: random.Random) -> Setup:
-    """A tiny pool with knobs that bite."""
+    """A tiny pool with settings that take effect."""
     block_size = r.choice((1, 2, 4, 16))
     num_blocks = r.randint(6, 40)
     room = (num_blocks - 1) * block_size
@@ -151,9 +151,9 @@ def random_setup(r: random.Random) -> Setup:
 
 
 def stampede(seed: int) -> tuple[Setup, list[list[Ask]]]:
-    """A set-up, and the requests of its first steps: long prompts of one family by priority, in chunks of a
-    token or three, which pass and read each other, beside answers that take the blocks they will need. Now
-    and then a prompt is preempted after its turn, and takes those along that have read it in this step."""
+    """A set-up, and the requests of its first steps: long prompts with a common beginning, by priority, in chunks of
+    one or three tokens, so that they overtake and read each other, and answers that take the blocks they will need.
+    Sometimes a prompt is preempted after its turn, together with those that have read from it in this step."""
     r = random.Random(seed)
     talkers = r.randint(3, 8)
     setup = Setup(

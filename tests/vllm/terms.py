@@ -1,8 +1,8 @@
-"""What both engines are given and asked for, in words that neither owns.
+"""The values that both engines get and return, in terms of neither.
 
-Owns the set-up of a run, a request as its caller states it, what a step scheduled and what the pool
-looks like after it. Ours and Theirs translate; the tests compare these values and nothing else, so what
-is compared is exactly what is written here. Requests go by the number that the driver gave them.
+Owns the set-up of a run, a request, what a step scheduled, and the pool after the step. `ours` and `theirs` translate.
+The tests compare only these values, so this file shows exactly what is compared. Requests have the number that the
+driver gave them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ VOCAB = 1000
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """Knobs of a run. max_model_len None: as much as the pool holds."""
+    """Settings of a run. max_model_len None: as much as the pool holds."""
 
     num_blocks: int = 65
     block_size: int = 16
@@ -33,7 +33,7 @@ class Setup:
 
     @property
     def room(self) -> int:
-        """Tokens that all usable blocks hold; block 0 is the null block on both sides."""
+        """Tokens of all usable blocks. Block 0 is the null block on both sides."""
         return (self.num_blocks - 1) * self.block_size
 
     @property
@@ -56,7 +56,7 @@ class Ask:
 
 @dataclass(slots=True)
 class Step:
-    """What one call of the scheduler decided, each list in the order in which it happened."""
+    """The decisions of one call of the scheduler, in the order in which they were made."""
 
     scheduled: list[tuple[int, int, int]] = field(default_factory=list)
     """(request, first token, how many)."""
@@ -64,13 +64,13 @@ class Step:
     """(request, tokens read from the cache, came back from preemption)."""
     preempted: list[int] = field(default_factory=list)
     cache: list[tuple[str, str, str, tuple[int, ...]]] = field(default_factory=list)
-    """What changed in the hash table since the last step: (stored, hash, parent, tokens), (removed, hash,
-    "", ()) or (cleared, "", "", ()), a block each."""
+    """Changes of the hash table since the last step, one per block: (stored, hash, parent, tokens),
+    (removed, hash, "", ()) or (cleared, "", "", ())."""
 
 
 @dataclass(slots=True)
 class State:
-    """Queues and pool between two steps; block for block."""
+    """Queues and pool between two steps, block by block."""
 
     waiting: list[int]
     running: list[int]
@@ -89,7 +89,7 @@ class State:
 
 @dataclass(slots=True)
 class Counts:
-    """What a run's prefix cache was asked; tokens. The first admissions and those after a preemption."""
+    """Tokens that a run looked up in the prefix cache: at first admissions, and after preemptions."""
 
     requests: int = 0
     queries: int = 0
@@ -107,7 +107,7 @@ class Engine(Protocol):
     def abort(self, request: int) -> None: ...
 
     def reset(self, running: bool) -> bool:
-        """Drop the cache; with `running` by preempting whatever runs."""
+        """Drops the cache. With `running` all running requests are preempted first."""
         ...
 
     def begin(self) -> Step: ...
@@ -118,7 +118,7 @@ class Engine(Protocol):
 
 
 def differences(ours: Any, theirs: Any) -> Iterator[str]:
-    """One line for each field in which two of the above differ."""
+    """One line for each field in which the two values differ."""
     for f in fields(ours):
         a, b = getattr(ours, f.name), getattr(theirs, f.name)
         if a == b:

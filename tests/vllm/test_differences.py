@@ -1,4 +1,4 @@
-"""Every difference on purpose, shown: with its switch off the two part, with all switches on they agree."""
+"""Shows every intended difference: with its switch off the two sides differ, with all switches on they agree."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def prompt(length: int, family: int = 0) -> list[int]:
 
 
 class Duel:
-    """Both engines without the comparison: each side tells what it does."""
+    """Both engines without the comparison, to see what each side does."""
 
     def __init__(self, setup: Setup, models: tuple[type, ...]) -> None:
         self.pair = Pair(setup, models)
@@ -41,7 +41,7 @@ class Duel:
 
 
 Scenario = Callable[[Duel], bool]
-"""Plays it; True if the two did the same. Asserts what each did where they did not."""
+"""Plays it. True if both did the same. Otherwise asserts what each side did."""
 
 SCENARIOS: dict[str, tuple[Setup, Scenario]] = {}
 
@@ -56,7 +56,7 @@ def scenario(name: str, setup: Setup) -> Callable[[Scenario], Scenario]:
 
 @scenario("refuses", Setup(num_blocks=5, block_size=4, caching=False))
 def refuses(duel: Duel) -> bool:
-    """16 slots, a prompt of 20 and one of 4 behind it."""
+    """16 slots, a prompt of 20 tokens and then one of 4."""
     duel.add(Ask(0, prompt(20)), Ask(1, prompt(4, 1)))
     ours, theirs = duel.step()
     assert ours.scheduled == [(1, 0, 4)] and duel.ours.state().finished == {0: "refused"}
@@ -66,7 +66,7 @@ def refuses(duel: Duel) -> bool:
 
 @scenario("decodes first", Setup(num_blocks=40, block_size=1, budget=8, max_num_seqs=2, threshold=4))
 def decodes_first(duel: Duel) -> bool:
-    """A step with room for four tokens: on a CPU the budget shrinks as contexts grow."""
+    """A step with a budget of four tokens: on a CPU the budget shrinks as contexts grow."""
     duel.add(Ask(0, prompt(30)), Ask(1, prompt(2, 1)))
     duel.step()
     duel.ours.runner.step_budget = lambda budget, context: 4  # type: ignore[method-assign]
@@ -79,7 +79,7 @@ def decodes_first(duel: Duel) -> bool:
 
 @scenario("goes on", Setup(num_blocks=8, block_size=4, budget=20, threshold=4))
 def goes_on(duel: Duel) -> bool:
-    """Seven blocks: five hold a prompt's chunks, two an answer that needs a third."""
+    """Seven blocks: five hold chunks of a prompt, two hold an answer that needs a third one."""
     duel.add(Ask(0, prompt(24), 4), Ask(1, prompt(4, 1), 12))
     duel.steps(5)
     ours, theirs = duel.step()
@@ -104,7 +104,7 @@ def promises(duel: Duel) -> bool:
 
 @scenario("stores computed", Setup(num_blocks=20, block_size=4))
 def stores_computed(duel: Duel) -> bool:
-    """A prompt comes in the very step that fills its first block with another's sampled token."""
+    """A prompt arrives in the step in which another request's sampled token fills the same first block."""
     duel.add(Ask(0, prompt(3), 9))
     duel.step()
     duel.add(Ask(1, duel.ours.text_of(0) + [5], 1))
@@ -119,7 +119,7 @@ def stores_computed(duel: Duel) -> bool:
 
 @scenario("drops unwritten", Setup(num_blocks=20, block_size=4))
 def drops_unwritten(duel: Duel) -> bool:
-    """A prompt is aborted between its scheduling and its forward; then it comes again."""
+    """A prompt is aborted between its scheduling and its forward. Then it is sent again."""
     duel.add(Ask(0, prompt(10)))
     ours, theirs = duel.step(abort=0)
     assert ours.scheduled == theirs.scheduled == [(0, 0, 10)]
@@ -133,7 +133,7 @@ def drops_unwritten(duel: Duel) -> bool:
 
 @scenario("looks again", Setup(num_blocks=40, budget=64, threshold=32))
 def looks_again(duel: Duel) -> bool:
-    """The same 128 tokens twice, in chunks of 32: the second reads the first's chunk and goes on behind it."""
+    """The same 128 tokens twice, in chunks of 32: the second reads the chunk of the first and continues after it."""
     duel.add(Ask(0, prompt(128)), Ask(1, prompt(128)))
     ours, theirs = duel.step()
     assert ours.scheduled == theirs.scheduled == [(0, 0, 32), (1, 32, 32)]
@@ -145,7 +145,7 @@ def looks_again(duel: Duel) -> bool:
 
 @scenario("youngest copy", Setup(num_blocks=9, block_size=4))
 def youngest_copy(duel: Duel) -> bool:
-    """An aligned prompt three times: its last block is computed each time and lies there as 2, 3 and 4."""
+    """A prompt of whole blocks three times: its last block is computed each time and exists as block 2, 3 and 4."""
     for i in range(3):
         duel.add(Ask(i, prompt(8), 1))
         duel.step()
@@ -162,7 +162,7 @@ def youngest_copy(duel: Duel) -> bool:
 
 @scenario("usable blocks", Setup(num_blocks=10, block_size=4, watermark=0.2))
 def usable_blocks(duel: Duel) -> bool:
-    """A fifth of nine blocks is one, of ten two; eight are free, seven are wanted."""
+    """A fifth of nine blocks is one block, of ten it is two. Eight are free, seven are needed."""
     duel.add(Ask(0, prompt(4)), Ask(1, prompt(28, 1)))
     ours, theirs = duel.step()
     assert ours.scheduled == [(0, 0, 4), (1, 0, 28)]
@@ -172,7 +172,7 @@ def usable_blocks(duel: Duel) -> bool:
 
 @scenario("whole without chunks", Setup(max_model_len=512, budget=600, chunked=False, threshold=50))
 def whole_without_chunks(duel: Duel) -> bool:
-    """Two prompts that fit one step whole."""
+    """Two prompts that fit into one step as a whole."""
     duel.add(Ask(0, prompt(300), 2), Ask(1, prompt(200, 1), 2))
     ours, theirs = duel.step()
     assert ours.scheduled == [(0, 0, 300), (1, 0, 200)]
@@ -191,8 +191,8 @@ def test_each_difference_shows_without_its_switch_and_is_gone_with_it(name: str)
 
 @pytest.mark.parametrize("modelled", [False, True])
 def test_by_priority_vllm_reads_blocks_that_nothing_wrote(modelled: bool) -> None:
-    """A prompt of low priority has its turn, its chunk's blocks are stored; then an older answer needs a
-    block, and the prompt is the victim. When it comes back, 24 of its tokens have ever been computed."""
+    """A prompt of low priority has its turn, and the blocks of its chunk are stored. Then an older answer needs a
+    block, and the prompt is preempted. When it resumes, only 24 of its tokens were ever computed."""
     theirs = Theirs(
         Setup(num_blocks=11, block_size=4, budget=20, threshold=8, priority=True),
         (DIFFERENCES["drops unwritten"].model,) if modelled else (),

@@ -1,4 +1,4 @@
-"""Random lives of both engines, equal block for block after every step once the listed differences are modelled."""
+"""Random requests for both engines: with all listed differences switched off, every block is equal after every step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.vllm.terms import Setup
 
 STEPS = 320
 
-# Of 20,000 stampedes the first that preempt a prompt after its turn, alone or with those that read it.
+# Of 20,000 random set-ups, the first ones that preempt a prompt after its turn, alone or with its readers.
 ALONE = [
     87,
     143,

@@ -1,8 +1,7 @@
-"""Their side: vLLM's Scheduler with its KVCacheManager and BlockPool, without a model behind it.
+"""vLLM's side: its Scheduler with its KVCacheManager and BlockPool, without a model.
 
-Hashes with our function and root, so that the hash tables can be compared key for key; everything else
-is theirs. `models` are classes over its Scheduler, each of which makes it behave as we do in one point
-(see differences.py).
+It hashes with our function and root, so that the hash tables can be compared key by key. Everything else is vLLM's.
+`models` are classes over its Scheduler that switch single differences off (see differences.py).
 """
 
 from __future__ import annotations
@@ -51,15 +50,15 @@ REASONS = {
 
 
 def our_hash(content: tuple[bytes, tuple[int, ...], tuple[tuple[str, str], ...] | None]) -> bytes:
-    """Our block hash of what vLLM hashes: (parent, tokens, (("cache_salt", salt),) or None)."""
+    """Our block hash, computed from what vLLM hashes: (parent, tokens, (("cache_salt", salt),) or None)."""
     parent, tokens, extra = content
     return block_hash(parent, pack(array("i", tokens)), salt_digest(extra[0][1]) if extra else b"")
 
 
 @cache
 def model_config() -> ModelConfig:
-    """vLLM wants a model's config, if not its weights. Takes seconds: vLLM looks at the class in a process
-    of its own."""
+    """A model's config, which vLLM needs even without weights. This takes seconds, because vLLM inspects the class in a
+    process of its own."""
     tiny = {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
@@ -89,7 +88,7 @@ def kv_config(num_blocks: int, block_size: int) -> KVCacheConfig:
 
 
 def build(setup: Setup, models: tuple[type, ...] = ()) -> Scheduler:
-    """A Scheduler of vLLM with the knobs of `setup`, the classes in `models` laid over it."""
+    """A Scheduler of vLLM with the settings of `setup` and the classes of `models`."""
     model = model_config()
     model.max_model_len = setup.limit
     scheduling = SchedulerConfig(
@@ -125,7 +124,7 @@ def build(setup: Setup, models: tuple[type, ...] = ()) -> Scheduler:
 
 
 class Theirs:
-    """begin() schedules, finish() hands it the tokens that our side sampled."""
+    """begin() schedules. finish() gives it the tokens that our side sampled."""
 
     def __init__(self, setup: Setup, models: tuple[type, ...] = ()) -> None:
         kv_cache_utils.NONE_HASH = root_hash(HASH_SEED)
@@ -133,7 +132,7 @@ class Theirs:
         self.manager = self.scheduler.kv_cache_manager
         self.manager.enable_kv_cache_events = self.manager.block_pool.enable_kv_cache_events = True
         self._size = setup.block_size
-        self.scheduler.log_stats = False  # else each step's report empties the manager's counts
+        self.scheduler.log_stats = False  # otherwise each report of a step empties the manager's counts
         self._hasher = get_request_block_hasher(setup.block_size, our_hash)
         self._step = Step()
         self._output: SchedulerOutput | None = None
@@ -141,7 +140,7 @@ class Theirs:
         self._watch()
 
     def _watch(self) -> None:
-        """Note admissions and preemptions as they happen; changes nothing."""
+        """Records admissions and preemptions as they happen. Changes nothing."""
         scheduler, manager = self.scheduler, self.manager
         preempt, record = scheduler._preempt_request, manager.record_prefix_cache_stats
         free, take = scheduler._free_request, manager.take_events
