@@ -26,6 +26,7 @@ from textual.timer import Timer
 
 from kvtop.app import keys, signs
 from kvtop.app.capture import Captured
+from kvtop.app.screens.arrange import NARROW, SMALL_OPS_ROWS
 from kvtop.app.screens.help import HelpScreen
 from kvtop.app.screens.main import MainScreen
 from kvtop.options import VIEWS, View
@@ -156,7 +157,7 @@ class KvtopApp(OrderedApp):
         session.prepare()
         if session.problem is not None:
             self.notify(session.problem, title="No examples", severity="warning", markup=False)
-        self.main.set_class(session.play is not None, "-captioned")
+        self.main.caption_rows = 3 if session.play is not None else 0
         if session.engine is None:
             self.tick()
         else:
@@ -228,7 +229,7 @@ class KvtopApp(OrderedApp):
             self._watch()
         self.motion.update(self.state, wall)
         self._set_pace()
-        if self.main.has_class("-logs") and self.captured is not None and self.captured.poll():
+        if self.main.logs and self.captured is not None and self.captured.poll():
             self.main.log_panel.stale = True
         if self.output_has_room and self._is_due(wall):
             self._frame(wall, every=False)
@@ -353,11 +354,15 @@ class KvtopApp(OrderedApp):
         self.push_screen(HelpScreen.over(self.screen))
 
     def action_next_view(self) -> None:
-        """chat, ops, all, chat."""
-        if self.main.has_class("-tiny"):
-            self.say("the other views need 60 × 20 cells")
-            return
-        self.set_view(VIEWS[(VIEWS.index(self.main.view) + 1) % len(VIEWS)])
+        """chat, ops, all, chat: the next one that the terminal has room for."""
+        now = self.main.view
+        at = VIEWS.index(now)
+        others = (*VIEWS[at + 1 :], *VIEWS[:at])
+        view = next((v for v in others if v == "chat" or self.main.has_room_for(v)), now)
+        if view == now:
+            self.say(f"the other views need {NARROW} × {SMALL_OPS_ROWS} cells")
+        else:
+            self.set_view(view)
 
     def set_view(self, view: View) -> None:
         """Show this view."""

@@ -64,7 +64,7 @@ def _mode(app: KvtopApp) -> Badge:
 def keys(app: KvtopApp) -> list[Key]:
     """What works now, the most useful first: a narrow line drops the rest."""
     found = _keys(app)
-    return [key for key in found if key is not _VIEW] if app.main.has_class("-tiny") else found
+    return found if app.main.has_room_for("ops") else [key for key in found if key is not _VIEW]
 
 
 def _keys(app: KvtopApp) -> list[Key]:
@@ -159,7 +159,7 @@ def tell_next(app: KvtopApp) -> None:
         caption = app.main.caption
         verdict = app.session.play.verdict
         caption.says = app.session.play.caption if verdict is None else checked(verdict)
-        app.main.set_class(verdict is not None, "-judged")
+        app.main.caption_rows = 3 if verdict is None else 6
         caption.then = (
             "q quits"
             if app.session.play.verdict is not None

@@ -22,6 +22,7 @@ from textual.screen import Screen
 from textual.widget import Widget
 from textual.widgets import Label
 
+from kvtop.app.screens.arrange import PLACED, Asked, arrange, is_tiny
 from kvtop.options import View
 from kvtop.paint.motion import Motion
 from kvtop.state import lookup
@@ -125,6 +126,12 @@ class MainScreen(Kept, Screen[None]):
         """There is an engine that takes prompts."""
         self.view: View = "chat"
         self.selected: int | None = None
+        self.logs = self.profiled = False
+        """What was printed is shown; there are figures of kernels."""
+        self.caption_rows = 0
+        """Rows of a demo's caption."""
+        self._arranged: Asked | None = None
+        self._placed: list[Widget] = []
         self.header, self.step_line = Header(id="header"), StepLine(id="step")
         self.chat, self.map = Chat(id="chat"), BlockMap(motion, id="map")
         self.chat_box = Box(self.chat, id="chat-box")
@@ -150,18 +157,19 @@ class MainScreen(Kept, Screen[None]):
     # ------------------------------------------------------------------------------- structure
 
     def compose(self) -> ComposeResult:
-        """Containers for all views; the stylesheet shows those of the current one."""
+        """Everything that any view has; `place_panels` shows what fits."""
         yield self.header
         with Row(id="top"):
             with Column(id="left"):
                 yield self.chat_box
                 yield Box(self.detail, id="detail-box")
-            yield self.map_box
-            with Column(id="side"):
-                yield Box(self.queues, id="queues-box")
-                yield Box(MemoryPanel(), id="memory-box")
-                yield Box(BudgetPanel(), id="budget-box")
-                yield Box(KernelsPanel(), id="kernels-box")
+            with Row(id="pool"):
+                yield self.map_box
+                with Column(id="side"):
+                    yield Box(self.queues, id="queues-box")
+                    yield Box(MemoryPanel(), id="memory-box")
+                    yield Box(BudgetPanel(), id="budget-box")
+                    yield Box(KernelsPanel(), id="kernels-box")
         yield Box(self.strip, id="strip-box")
         with Row(id="graphs"):
             for panel, name in ((TtftPanel, "ttft"), (ItlPanel, "itl"), (ThroughputPanel, "throughput")):
@@ -188,9 +196,8 @@ class MainScreen(Kept, Screen[None]):
         self._lines, self._boxes = list(self.query(Lines)), list(self.query(Box))
         self._periods = {widget: _period(widget) for widget in self._lines}
         self.screen_layout_refresh_signal.subscribe(self, self._forget_view, immediate=True)
-        self.set_class(not self.live, "-replay")
-        self.show_view(self.view)
-        self.fit_terminal(*self.app.size)
+        self._placed = [w for w in self.walk_children(Widget) if w.id in PLACED]
+        self.place_panels()
         if self.live:
             self.prompt.focus()
         else:
@@ -199,48 +206,58 @@ class MainScreen(Kept, Screen[None]):
 
     # --------------------------------------------------------------------------------- layout
 
-    def on_resize(self, event: events.Resize) -> None:
-        """The terminal's size decides what stands where."""
-        self.fit_terminal(*event.size)
+    def on_resize(self, _event: events.Resize) -> None:
+        """The terminal's size decides what is shown where."""
+        self.place_panels()
 
-    def fit_terminal(self, width: int, height: int) -> None:
-        """Set the classes that the stylesheet goes by."""
-        tiny = height < 20 or width < 60
-        side = not tiny and width >= 100
-        flags = {
-            "-tiny": tiny,
-            "-side": side,
-            "-stack": not tiny and not side,
-            "-broad": side and width >= 140,
-            "-narrower": width < 140,
-            "-deep": side and height >= 38,
-            "-tall": side and height >= 60,
-            "-roomy": height >= 32,
-            "-talk": height >= 28,
-            "-low": height < 44,
-            "-short": height < 34,
-            "-flat": tiny and height < 8,
-            "-line": tiny and height < 3,
-        }
-        for name, on_ in flags.items():
-            self.set_class(on_, name)
+    def place_panels(self) -> None:
+        """Show what fits, each as large as the arrangement says."""
+        width, height = self.app.size
+        asked = Asked(
+            width,
+            height,
+            self.view,
+            live=self.live,
+            selected=self.selected is not None,
+            logs=self.logs,
+            profiled=self.profiled,
+            caption=self.caption_rows,
+        )
+        if asked == self._arranged or not self._placed:
+            return
+        self._arranged = asked
+        plan = arrange(asked)
+        self.set_class(plan.tiny, "-tiny")
+        for widget in self._placed:
+            size = plan.sizes.get(widget.id or "")
+            widget.display = size is not None
+            if size is not None:
+                widget.styles.width, widget.styles.height = size
+                if isinstance(widget, (Row, Column)) and not isinstance(widget, Box):
+                    vertical = isinstance(widget, Column) or widget.id in plan.stacked
+                    widget.styles.layout = "vertical" if vertical else "horizontal"
+
+    def has_room_for(self, view: View) -> bool:
+        """The terminal is large enough for the panels of this view."""
+        return not is_tiny(*self.app.size, view)
 
     def show_view(self, view: View) -> None:
         """Switch between chat, ops and all."""
         self.view = view
-        for name in ("chat", "ops", "all"):
-            self.set_class(name == view, f"-{name}")
+        self.place_panels()
 
     def toggle_logs(self) -> None:
         """Show or hide what was printed."""
-        self.toggle_class("-logs")
+        self.logs = not self.logs
+        self.place_panels()
 
     # ------------------------------------------------------------------------------- painting
 
     def paint(self, state: DashboardState, now: float, wall: float, every: bool) -> bool:
         """Paint the widgets that are on the screen: those whose period is over at `wall`, or `every`
         one. Returns True if some still owe a frame."""
-        self.set_class(state.profile is not None, "-profiled")
+        self.profiled = state.profile is not None
+        self.place_panels()
         seen = (id(state), state.generation, state.seq)
         if seen != self._seen:
             self._seen, self._moved_at = seen, wall
@@ -320,7 +337,7 @@ class MainScreen(Kept, Screen[None]):
     def select(self, block: int | None) -> None:
         """Show this block's details and light it up everywhere."""
         self.selected = self.map.selected = self.detail.block = block
-        self.set_class(block is not None, "-selected")
+        self.place_panels()
         self._hovered = frozenset()
         self._relink()
 

@@ -345,7 +345,7 @@ async def test_where_other_views_do_not_fit_their_key_is_not_offered() -> None:
         assert "F2" not in app.main.key_line.lines[0] and "F1 help" in app.main.key_line.lines[0]
         await shown.pilot.press("f2")
         await shown.pilot.pause()
-        assert app.main.view == "chat" and "the other views need 60 × 20 cells" in shown.hint
+        assert app.main.view == "chat" and "the other views need 60 × 12 cells" in shown.hint
 
 
 async def test_e_unfolds_from_anywhere_in_key_mode() -> None:
