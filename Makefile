@@ -11,7 +11,7 @@ VLLM_READY := $(VLLM)/.ready
 PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
 
-.PHONY: help setup run demo test test-vllm conformance check compile-all gpu-check bench shots
+.PHONY: help setup run demo options test test-vllm conformance check compile-all gpu-check bench shots
 .DEFAULT_GOAL := help
 
 help:
@@ -26,6 +26,7 @@ help:
 	@echo 'make check         ruff, mypy, import walls'
 	@echo 'make bench         speed of the engine beside its peers'
 	@echo 'make bench-vllm    what pool, paging and a step cost, ours and vLLM in one run'
+	@echo 'make options       docs/options.md, made from the code'
 	@echo 'make shots         the pictures of the README and of demos/shots'
 
 setup: $(READY)
@@ -91,3 +92,6 @@ bench-vllm: $(VLLM_READY)
 
 shots: $(READY)
 	@$(BIN)/python demos/shots/make.py
+
+options: $(READY)
+	@$(BIN)/python -m kvtop.cli.reference > docs/options.md

@@ -8,13 +8,14 @@ from it. Invariant: a value that passed `checked` has the kind and the range tha
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import MISSING, Field, dataclass, fields
 from functools import cache, cached_property
 from os import PathLike
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import msgspec
 
@@ -56,6 +57,7 @@ class Knob:
     test: Callable[[Any], bool] | None = None
     short: tuple[str, ...] = ()
     example: str | int | float | None = None
+    required: bool = False
     argument: bool = False
     """A word by its place, not an option."""
 
@@ -224,7 +226,12 @@ class Setting:
 @cache
 def settings_of(owner: type) -> tuple[Setting, ...]:
     """The fields of a dataclass that have a knob."""
-    hints = get_type_hints(owner, include_extras=True)
+    hints: dict[str, Any] = {}
+    for cls in reversed(owner.__mro__):
+        names = vars(sys.modules[cls.__module__])
+        for name, hint in vars(cls).get("__annotations__", {}).items():
+            # Not get_type_hints: other fields may name types that are imported for type checking alone.
+            hints[name] = eval(hint, names) if str(hint).startswith("Annotated[") else None
     return tuple(_settings(owner, hints))
 
 

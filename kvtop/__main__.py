@@ -1,5 +1,5 @@
 """`python -m kvtop`."""
 
-from kvtop.cli.commands import main
+from kvtop.cli import main
 
 main()

@@ -1,34 +1,38 @@
-"""Options: what a start of the dashboard may be told, apart from the engine's own settings.
+"""Options of the dashboard: what the screen shows and how, apart from the engine's own settings.
 
-Plain data, no textual, so that the command line can build it before it knows whether a terminal is there.
+Owns the knobs of the group "display". Plain data, no textual, so that the command line can build it before it knows
+whether a terminal is there.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from engine import SamplingParams
+from engine import Knob, SamplingParams, check_fields
 
 if TYPE_CHECKING:
-    from kvtop.play.demo import Demo
+    from kvtop.play.demo import Demo as Scene
 
 View = Literal["chat", "ops", "all"]
 VIEWS: tuple[View, ...] = ("chat", "ops", "all")
 
+_SCREENS = ("run", "replay", "demo")
+_PICTURES = (*_SCREENS, "shot")
+
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """See the command line's help for what each does; None is the default that the start finds out."""
+    """None is a default that the start finds out. Raises KnobError on a value out of range."""
 
-    theme: str | None = None
-    """Name or .toml file; None: the default, `ansi` under NO_COLOR."""
-    view: View | None = None
-    """None: chat, or all where 200 x 60 cells are at hand."""
-    fps: float | None = None
-    """Frames a second; None: 10 on a CPU engine, 30 on a GPU."""
-    motion: bool = True
+    # fmt: off
+    theme: Annotated[str | None, Knob("Name of a theme, or a .toml file; without, kvtop-dark, or ansi under NO_COLOR.", "display", _PICTURES, example="kvtop-light")] = None
+    view: Annotated[View | None, Knob("What to show first; without, chat, or all on a large terminal.", "display", _PICTURES)] = None
+    fps: Annotated[float | None, Knob("Frames a second; without, 10 on a CPU engine and 30 on a GPU.", "display", _SCREENS, ge=0.5, le=120)] = None
+    motion: Annotated[bool, Knob("Sweeps and flashes.", "display", _PICTURES)] = True
+    slow: Annotated[float, Knob("Slow motion: seconds between two steps.", "display", ("run", "demo"), ge=0, le=60)] = 0.0
+    # fmt: on
     system: str | None = None
     """System message of typed conversations."""
     system_name: str = ""
@@ -39,9 +43,10 @@ class Options:
     """Of typed prompts: they share cached blocks only with the same salt."""
     prompts: Sequence[str] = ()
     """Sent at the start, one conversation each."""
-    slow: float = 0.0
-    """Seconds that slow motion waits between steps, from the start on."""
     recording: str = ""
     """File that is being written, for the badge."""
-    demo: Demo | None = None
+    demo: Scene | None = None
     """Scene to play; the dashboard then starts in key mode."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)

@@ -1,8 +1,8 @@
 """Where files lie and what the user's config file says.
 
-Owns the folders (data beside the package in a checkout, XDG folders of the user) and the reading of
-`config.toml`: options by their long names, checked against the types the command line takes. Precedence:
-flag over environment (`KVTOP_…`) over file over default. What is wrong is one line that names file and key.
+Owns the folders (data next to the package in a checkout, XDG folders of the user) and the reading of
+`config.toml`: every option by its long name, checked by the same settings as the command line. Precedence: flag over
+variable (`KVTOP_…`) over file over default. What is wrong is one line that names the file and the key.
 """
 
 from __future__ import annotations
@@ -13,14 +13,13 @@ import re
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from platformdirs import user_config_path, user_state_path
 
-from engine import SetupError
+from engine import KnobError, Setting, SetupError
 from kvtop.text import cut, safe_text
-
-Value = str | int | float | bool
+from kvtop.values import from_toml
 
 
 def data_folder(name: str) -> Path:
@@ -73,38 +72,31 @@ def wrong(path: Path, text: str, table: str, key: str, what: str) -> SetupError:
     return SetupError(_line(path, _line_of(text, table, key), f"{name}: {what}"))
 
 
-def load_settings(options: Mapping[str, type], path: Path | None = None) -> dict[str, Value]:
+def load_settings(settings: Mapping[str, Setting], path: Path | None = None) -> dict[str, Any]:
     """Values of the config file by option name with underscores; a file that is not there has none.
 
-    options: name (with underscores) -> str, int, float or bool. Raises SetupError for an unknown key
-    and for a value of another type. A file named by KVTOP_CONFIG or `path` must exist.
+    Raises SetupError for a key that is no name of `settings` and for a value that its setting does not take. A file
+    named by KVTOP_CONFIG or `path` must exist.
     """
     file = path or config_file()
     if path is None and "KVTOP_CONFIG" not in os.environ and not file.is_file():
         return {}
     document, text = read_toml(file)
-    settings: dict[str, Value] = {}
+    values: dict[str, Any] = {}
     for key, value in document.items():
         name = key.replace("-", "_")
-        kind = options.get(name)
-        if kind is None:
-            close = difflib.get_close_matches(name, options, n=1)
-            hint = f"; did you mean {close[0]}?" if close else f"; kvtop run --help lists all {len(options)}"
+        setting = settings.get(name)
+        if setting is None:
+            close = difflib.get_close_matches(name, settings, n=1)
+            hint = f"; did you mean {close[0]}?" if close else "; `kvtop config default` lists all"
             raise wrong(file, text, "", key, f"no such option{hint}")
-        settings[name] = _checked(value, kind, file, text, key)
-    return settings
-
-
-def _checked(value: Any, kind: type, file: Path, text: str, key: str) -> Value:
-    if kind is float and type(value) is int:
-        value = float(value)
-    if kind is str and type(value) is int:
-        value = str(value)  # sizes are words with a unit, or plain bytes
-    if type(value) is not kind:
-        names = {str: "text in quotes", int: "a whole number", float: "a number", bool: "true or false"}
-        shown = repr(value) if isinstance(value, (str, int, float)) else f"a {type(value).__name__}"
-        raise wrong(file, text, "", key, f"must be {names[kind]}, not {cut(safe_text(shown), 30)}")
-    return cast(Value, value)
+        if name in values:
+            raise wrong(file, text, "", key, "is set twice, with dashes and with underscores")
+        try:
+            values[name] = from_toml(setting, value)
+        except KnobError as error:
+            raise wrong(file, text, "", key, error.what) from None
+    return values
 
 
 def _line(path: Path, line: int, what: str) -> str:

@@ -19,7 +19,7 @@ NO_TORCH = (
     "engine engine.events engine.config engine.params engine.errors engine.clock engine.kv.paging "
     "engine.step.core engine.step.detok engine.files.hub engine.files.tokenizer engine.chat.turns engine.sizing "
     "engine.sim.simulated engine.sim.arrivals engine.sim.load_driver tests.toy_runner "
-    "kvtop.cli.commands kvtop.cli.headless kvtop.cli.size_table kvtop.state.dashboard kvtop.state.explain "
+    "kvtop.cli.program kvtop.cli.headless kvtop.cli.size_table kvtop.state.dashboard kvtop.state.explain "
     "kvtop.record.recorder kvtop.record.verify kvtop.play.demo kvtop.play.session kvtop.settings"
 ).split()
 """Importing any of these loads neither torch nor transformers."""
@@ -132,7 +132,7 @@ def _main(words: list[str]) -> str:
     return f"""
 import sys
 sys.argv = {["kvtop", *words]!r}
-from kvtop.cli.commands import main
+from kvtop.cli import main
 try:
     code = main()
 except SystemExit as end:

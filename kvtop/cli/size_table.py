@@ -12,21 +12,21 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine import sizing
-from kvtop.cli.inputs import parse_size
 from kvtop.text import safe_text
+from kvtop.values import parse_size
 
 Report = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What was asked for, sizes still as they were typed."""
+    """What was asked for. weights: a format, or a SIZE as it was typed."""
 
     model: str
     revision: str | None = None
-    memory: str = "80GiB"
+    memory: int = 80 << 30
     weights: str | None = None
-    overhead: str = "3GiB"
+    overhead: int = 3 << 30
     avg_tokens: int = 500
     contexts: Sequence[int] = ()
     chunk: int = 2048
@@ -54,9 +54,9 @@ def ask(question: Question, model: str) -> dict[str, Any]:
     if q.weights is not None and q.weights[:1].isdigit():
         weights = parse_size(q.weights, "--weights")
     plan = sizing.Plan(
-        memory=parse_size(q.memory, "--memory"),
+        memory=q.memory,
         weights=weights,
-        overhead=0 if q.overhead.strip() == "0" else parse_size(q.overhead, "--overhead"),
+        overhead=q.overhead,
         avg_tokens=q.avg_tokens,
         contexts=tuple(dict.fromkeys(q.contexts)) or sizing.CONTEXTS,
         chunk=q.chunk,

@@ -111,7 +111,7 @@ def test_of_a_connection_that_stays_cut_the_terminal_sees_one_line(server: Hub, 
     server.cuts["model.safetensors"] = [0] * 1000
     code = (
         "import sys, time; time.sleep = lambda seconds: None; "  # huggingface_hub's between attempts
-        "from kvtop.cli.commands import invoke; sys.exit(invoke(sys.argv[1:]))"
+        "from kvtop.cli.program import invoke; sys.exit(invoke(sys.argv[1:]))"
     )
     words = ["--headless", "--once", "--prompt", "x", "--model", "org/tiny"]
     done = subprocess.run(

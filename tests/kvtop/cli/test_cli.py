@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from kvtop import __version__
-from kvtop.cli import commands as cli
+from kvtop.cli import program as cli
 from kvtop.record.recorder import Recorder
 from tests.kvtop.streams import rich_stream
 
@@ -112,7 +112,7 @@ def test_help_and_the_list_of_demos_start_fast_and_import_neither_torch_nor_text
         wrong_path,
     ):
         code = (
-            "import sys; from kvtop.cli.commands import invoke; invoke(sys.argv[1:]); "
+            "import sys; from kvtop.cli.program import invoke; invoke(sys.argv[1:]); "
             "bad = {'torch', 'textual', 'transformers'} & set(sys.modules); "
             "sys.exit(f'imported {bad}' if bad else 0)"
         )
@@ -124,9 +124,9 @@ def test_help_and_the_list_of_demos_start_fast_and_import_neither_torch_nor_text
 
 def test_headless_never_imports_textual() -> None:
     code = (
-        "import sys; from kvtop.cli.headless import *; from kvtop.cli.inputs import *; "
+        "import sys; from kvtop.cli.headless import *; from kvtop.cli.prompts import *; "
         "from tests.demos.toy import build; from engine import EngineConfig\n"
-        "run(EngineConfig(), [Ask('x')], Wishes(True, True), build=build)\n"
+        "run(EngineConfig(), Job([Prompt('x')], as_json=True, once=True), build=build)\n"
         "assert 'textual' not in sys.modules"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
@@ -146,13 +146,10 @@ def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_every_option_has_its_variable() -> None:
-    import typer
-
-    command: Any = typer.main.get_command(cli.app)
-    for name, sub in command.commands.items():
+    for name, sub in cli.program().commands.items():
         for parameter in sub.params:
-            if parameter.param_type_name == "option" and parameter.name != "help":
-                long = max(parameter.opts, key=len)
+            if parameter.param_type_name == "option":
+                long = next(o for o in reversed(parameter.opts) if o.startswith("--"))
                 assert parameter.envvar == "KVTOP_" + long[2:].replace("-", "_").upper(), (name, long)
 
 
@@ -188,7 +185,7 @@ def test_flag_over_environment_over_file_over_default(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     seen: list[Any] = []
-    monkeypatch.setattr("kvtop.cli.headless.run", lambda config, asks, wishes: seen.append(config) or 0)
+    monkeypatch.setattr("kvtop.cli.headless.run", lambda config, job: seen.append(config) or 0)
 
     def blocks(*args: str) -> Any:
         assert invoke(capsys, "--prompt", "x", *args)[0] == 0
@@ -217,10 +214,10 @@ def test_flag_over_environment_over_file_over_default(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("--max-tokens", "abc"), "--max-tokens (KVTOP_MAX_TOKENS) takes a whole number, not 'abc'"),
-        (("--max-tokens", "1.5"), "--max-tokens (KVTOP_MAX_TOKENS) takes a whole number, not '1.5'"),
-        (("--watermark", "x"), "--watermark (KVTOP_WATERMARK) takes a number, not 'x'"),
-        (("--ops", "foo"), "--ops (KVTOP_OPS) takes auto, reference, cpu, triton, not 'foo'"),
+        (("--max-tokens", "abc"), "--max-tokens must be a whole number, not 'abc'"),
+        (("--max-tokens", "1.5"), "--max-tokens must be a whole number, not '1.5'"),
+        (("--watermark", "x"), "--watermark must be a number, not 'x'"),
+        (("--ops", "foo"), "--ops must be auto, reference, cpu or triton, not 'foo'"),
     ],
 )
 def test_a_value_of_another_kind_is_told_in_words_of_our_own(
@@ -232,7 +229,7 @@ def test_a_value_of_another_kind_is_told_in_words_of_our_own(
 def test_settings_for_other_runs_do_not_stop_this_one(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvtop.cli.headless.run", lambda config, asks, wishes: 0)
+    monkeypatch.setattr("kvtop.cli.headless.run", lambda config, job: 0)
     monkeypatch.setenv("KVTOP_REDACT", "1")
     monkeypatch.setenv("KVTOP_THEME", "nosuch")
     assert invoke(capsys, "--prompt", "x")[0] == 0
@@ -243,7 +240,7 @@ def test_a_prompt_in_the_environment_is_one_prompt(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[Any] = []
-    monkeypatch.setattr("kvtop.cli.headless.run", lambda config, asks, wishes: seen.append(asks) or 0)
+    monkeypatch.setattr("kvtop.cli.headless.run", lambda config, job: seen.append(job.prompts) or 0)
     monkeypatch.setenv("KVTOP_PROMPT", "Who was Ada?")
     monkeypatch.setenv("KVTOP_STOP", "The end")
     assert invoke(capsys)[0] == 0
@@ -254,9 +251,7 @@ def test_plain_kvtop_takes_the_options_of_run(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[Any] = []
-    monkeypatch.setattr(
-        "kvtop.cli.headless.run", lambda config, asks, wishes: seen.append((config, asks, wishes)) or 0
-    )
+    monkeypatch.setattr("kvtop.cli.headless.run", lambda config, job: seen.append((config, job)) or 0)
     for words in (["--prompt", "a", "--prompt", "b"], ["run", "--prompt", "a", "-p", "b"]):
         code, _, _ = invoke(
             capsys, *words, "--max-tokens", "7", "--temperature", "0", "--seed", "3", "--json", "--once",
@@ -265,13 +260,14 @@ def test_plain_kvtop_takes_the_options_of_run(
         )  # fmt: skip
         assert code == 0
     assert seen[0] == seen[1]
-    config, asks, wishes = seen[0]
-    assert [a.prompt for a in asks] == ["a", "b"]
-    assert (asks[0].params.max_tokens, asks[0].params.temperature, asks[0].system) == (7, 0, "S")
+    config, job = seen[0]
+    first = job.prompts[0]
+    assert [p.prompt for p in job.prompts] == ["a", "b"]
+    assert (first.params.max_tokens, first.params.temperature, first.system) == (7, 0, "S")
     assert (config.max_num_batched_tokens, config.max_num_seqs, config.seed) == (100, 4, 3)
     assert (config.dtype, config.ops) == ("float32", "reference")
-    assert (wishes.as_json, wishes.once, wishes.concurrent, wishes.redact) == (True, True, True, True)
-    assert wishes.record == Path("r.jsonl")
+    assert (job.as_json, job.once, job.concurrent, job.redact) == (True, True, True, True)
+    assert job.record == Path("r.jsonl")
 
 
 def test_the_environment_is_set_before_torch_can_be_imported(

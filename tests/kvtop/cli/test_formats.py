@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import pytest
 
-from engine import SetupError
+from engine import EngineConfig, SetupError
 from engine.events import EngineStarted
-from kvtop.cli import commands as cli
+from kvtop.cli.command import Given
+from kvtop.cli.commands.run import COMMAND, engine_config
 from tests.kvtop.app.test_app import story
 from tests.kvtop.screen import show
 
 
+def config(**values: Any) -> EngineConfig:
+    return engine_config(Given(COMMAND, values))
+
+
 @pytest.mark.parametrize(
-    ("params", "quantization"),
+    ("values", "quantization"),
     [
         ({"quantization": "int4"}, "int4"),
         ({"weights": "int8"}, "int8"),
@@ -23,16 +30,16 @@ from tests.kvtop.screen import show
     ],
 )
 def test_weights_is_another_word_for_quantization_of_a_live_model(
-    params: dict[str, str], quantization: str | None
+    values: dict[str, str], quantization: str | None
 ) -> None:
-    assert cli.engine_config(params).quantization == quantization
+    assert config(**values).quantization == quantization
 
 
 def test_a_live_cache_is_auto_or_fp8_and_a_simulated_one_has_more() -> None:
-    assert cli.engine_config({"kv_cache_dtype": "fp8"}).kv_cache_dtype == "fp8"
-    assert cli.engine_config({"kv_cache_dtype": "float32", "simulate": "x"}).kv_cache_dtype == "auto"
+    assert config(kv_cache_dtype="fp8").kv_cache_dtype == "fp8"
+    assert config(kv_cache_dtype="float32", simulate="x").kv_cache_dtype == "auto"
     with pytest.raises(SetupError, match="--kv-cache-dtype must be auto or fp8"):
-        cli.engine_config({"kv_cache_dtype": "float32"})
+        config(kv_cache_dtype="float32")
 
 
 async def test_the_header_tells_an_fp8_cache() -> None:

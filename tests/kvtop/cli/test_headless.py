@@ -8,6 +8,7 @@ import json
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,8 @@ from engine.config import EngineConfig as Config
 from engine.events import EngineStarted, EngineStopped, StepBatch, decode_batch
 from engine.files.model_files import Progress
 from engine.loaded import Built
-from kvtop.cli.headless import Wishes, run
-from kvtop.cli.inputs import Ask
+from kvtop.cli.headless import Job, run
+from kvtop.cli.prompts import Prompt
 from kvtop.record.recorder import Recorder
 from kvtop.record.verify import verify
 from kvtop.state.dashboard import DashboardState
@@ -30,18 +31,17 @@ FIVE = SamplingParams(max_tokens=5)
 PAGE = "The lighthouse stood alone on its rock and the keeper counted ships. " * 20
 
 
-def answer(
-    asks: list[Ask], wishes: Wishes, config: Config | None = None, **more: Any
-) -> tuple[int, str, str]:
+def answer(asks: list[Prompt], job: Job, config: Config | None = None, **more: Any) -> tuple[int, str, str]:
     """(exit code, stdout, stderr)."""
     out, err = io.BytesIO(), io.StringIO()
-    code = run(config or EngineConfig(), asks, wishes, build=more.get("build", build), out=out, err=err)
+    job = replace(job, prompts=asks)
+    code = run(config or EngineConfig(), job, build=more.get("build", build), out=out, err=err)
     return code, out.getvalue().decode(), err.getvalue()
 
 
 def test_the_summary_is_the_pinned_one() -> None:
-    asks = [Ask("Who?", PAGE, params=FIVE), Ask("And then?", PAGE, params=FIVE)]
-    code, out, err = answer(asks, Wishes(as_json=True, once=True))
+    asks = [Prompt("Who?", PAGE, params=FIVE), Prompt("And then?", PAGE, params=FIVE)]
+    code, out, err = answer(asks, Job(as_json=True, once=True))
     assert code == 0
     told = json.loads(out)
     assert out.count("\n") == 1
@@ -74,13 +74,13 @@ def test_the_summary_is_the_pinned_one() -> None:
 
 def test_without_lookups_there_is_no_hit_rate() -> None:
     config = EngineConfig(enable_prefix_caching=False)
-    _, out, _ = answer([Ask("x", params=FIVE)], Wishes(True, True), config)
+    _, out, _ = answer([Prompt("x", params=FIVE)], Job(as_json=True, once=True), config)
     told = json.loads(out)
     assert told["prefix_cache"] == {"lookups": 0, "query_tokens": 0, "hit_tokens": 0}
 
 
 def test_json_without_once_is_the_whole_stream_and_the_summary_last() -> None:
-    code, out, _ = answer([Ask("x y z", params=FIVE)], Wishes(as_json=True))
+    code, out, _ = answer([Prompt("x y z", params=FIVE)], Job(as_json=True))
     *lines, last = out.splitlines()
     state = DashboardState(strict=True)
     for line in lines:
@@ -92,10 +92,10 @@ def test_json_without_once_is_the_whole_stream_and_the_summary_last() -> None:
 
 
 def test_plain_text_is_the_answers_in_order() -> None:
-    asks = [Ask(f"question {i}", params=FIVE) for i in range(3)]
+    asks = [Prompt(f"question {i}", params=FIVE) for i in range(3)]
     texts = []
     for concurrent in (False, True):
-        _, out, err = answer(asks, Wishes(concurrent=concurrent))
+        _, out, err = answer(asks, Job(concurrent=concurrent))
         assert out.endswith("\n")
         assert len(out.splitlines()) == 3
         assert [line.split()[0] for line in err.splitlines() if line.startswith("#")] == ["#1", "#2", "#3"]
@@ -105,25 +105,25 @@ def test_plain_text_is_the_answers_in_order() -> None:
 
 def test_token_ids_and_salts_reach_the_engine() -> None:
     ids = [5] * 64
-    asks = [Ask(ids, salt=s, params=FIVE) for s in (None, None, "a", "a")]
-    _, out, _ = answer(asks, Wishes(True, True))
+    asks = [Prompt(ids, salt=s, params=FIVE) for s in (None, None, "a", "a")]
+    _, out, _ = answer(asks, Job(as_json=True, once=True))
     assert [r["cached_tokens"] for r in json.loads(out)["requests"]] == [0, 48, 0, 48]
 
 
 def test_one_refused_request_stands_in_the_list_and_all_refused_is_exit_2() -> None:
     config = EngineConfig(num_blocks=5)
-    fits, too_long = Ask([1] * 20, params=FIVE), Ask([1] * 500, params=FIVE)
-    code, out, _ = answer([too_long, fits], Wishes(True, True), config)
+    fits, too_long = Prompt([1] * 20, params=FIVE), Prompt([1] * 500, params=FIVE)
+    code, out, _ = answer([too_long, fits], Job(as_json=True, once=True), config)
     assert code == 0
     refused, fine = json.loads(out)["requests"]
     assert refused["finish_reason"] == "refused"
     assert "500 tokens" in refused["error"]
     assert "ttft_ms" not in refused
     assert "error" not in fine
-    code, _, err = answer([too_long], Wishes(), config)
+    code, _, err = answer([too_long], Job(), config)
     assert code == 2
     assert "refused" in err
-    code, _, err = answer([too_long], Wishes(True, True), config)
+    code, _, err = answer([too_long], Job(as_json=True, once=True), config)
     assert code == 2
     assert sum("refused" in line and "500 tokens" in line for line in err.splitlines()) == 1
 
@@ -138,7 +138,7 @@ def test_a_recording_on_a_full_disk_is_exit_1_with_advice(tmp_path: Path) -> Non
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Recorder, "_write", full)
-        code, out, err = answer([Ask("x", params=FIVE)], Wishes(record=path))
+        code, out, err = answer([Prompt("x", params=FIVE)], Job(record=path))
     assert code == 1
     assert out, "the answer is given all the same"
     assert "No space left on device; free space or record elsewhere" in err
@@ -147,7 +147,7 @@ def test_a_recording_on_a_full_disk_is_exit_1_with_advice(tmp_path: Path) -> Non
 def test_a_recording_of_a_run_verifies(tmp_path: Path) -> None:
     for redact in (False, True):
         path = tmp_path / f"{redact}.jsonl.gz"
-        answer([Ask("a b c", PAGE, params=FIVE)], Wishes(record=path, redact=redact))
+        answer([Prompt("a b c", PAGE, params=FIVE)], Job(record=path, redact=redact))
         report = verify(path)
         assert report.violations == []
         assert report.snapshots == 1
@@ -159,7 +159,7 @@ def test_a_start_that_fails_is_a_setup_error() -> None:
         raise SetupError("no such model; try another")
 
     with pytest.raises(SetupError, match="try another"):
-        answer([Ask("x")], Wishes(), build=absent)
+        answer([Prompt("x")], Job(), build=absent)
 
 
 def test_a_start_that_crashes_is_one_line_that_names_the_log(
@@ -171,7 +171,7 @@ def test_a_start_that_crashes_is_one_line_that_names_the_log(
         raise RuntimeError("unforeseen")
 
     with pytest.raises(SetupError, match=r"unforeseen.*; see .*kvtop\.log"):
-        answer([Ask("x")], Wishes(), build=crash)
+        answer([Prompt("x")], Job(), build=crash)
     assert "Traceback" in (tmp_path / "state" / "kvtop.log").read_text()
 
 
@@ -183,7 +183,7 @@ def test_an_engine_that_breaks_on_the_way_says_so() -> None:
     def broken(config: EngineConfig, progress: Progress) -> Built:
         return Built(Broken(64, 16, VOCAB), WordPieces(), eos_ids=(0,))
 
-    code, _, err = answer([Ask("x")], Wishes(), build=broken)
+    code, _, err = answer([Prompt("x")], Job(), build=broken)
     assert code == 1
     assert "out of order" in err
 
@@ -200,7 +200,7 @@ def test_ctrl_c_is_130_and_a_reader_that_went_away_is_quiet(monkeypatch: pytest.
     for error, want in ((KeyboardInterrupt, 130), (BrokenPipeError, 0)):
         err = io.StringIO()
         assert (
-            run(EngineConfig(), [Ask("x", params=FIVE)], Wishes(), build=build, out=Gone(error), err=err)
+            run(EngineConfig(), Job([Prompt("x", params=FIVE)]), build=build, out=Gone(error), err=err)
             == want
         )
         assert "Traceback" not in err.getvalue()
@@ -213,10 +213,10 @@ def test_a_signal_in_the_middle_stops_the_engine_and_completes_the_recording(
     tmp_path: Path, number: int, want: int
 ) -> None:
     code = (
-        "import sys; from pathlib import Path; from kvtop.cli.headless import *; from kvtop.cli.inputs import *; "
+        "import sys; from pathlib import Path; from kvtop.cli.headless import *; from kvtop.cli.prompts import *; "
         "from tests.demos.toy import build; from engine import EngineConfig\n"
-        "w = Wishes(record=Path(sys.argv[1]), slow=30)\n"
-        "sys.exit(run(EngineConfig(), [Ask('x')], w, build=build))"
+        "w = Job([Prompt('x')], record=Path(sys.argv[1]), slow=30)\n"
+        "sys.exit(run(EngineConfig(), w, build=build))"
     )
     process = subprocess.Popen(
         [sys.executable, "-c", code, str(tmp_path / "a.jsonl")],

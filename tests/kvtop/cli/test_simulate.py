@@ -14,9 +14,9 @@ import pytest
 
 from engine import EngineConfig, SamplingParams, Simulation, load_workload
 from engine import events as ev
-from kvtop.cli import commands as cli
-from kvtop.cli.headless import Wishes, run
-from kvtop.cli.inputs import Ask
+from kvtop.cli import program as cli
+from kvtop.cli.headless import Job, run
+from kvtop.cli.prompts import Prompt
 from kvtop.record.pipe import Pipe
 from kvtop.record.recorder import Recorder
 from kvtop.record.recording import read
@@ -29,10 +29,10 @@ H100 = Simulation("llama-3.1-70b", "h100", "int4")
 CHAT = load_workload("chat")
 
 
-def answer(wishes: Wishes, asks: list[Ask] | None = None, **more: Any) -> tuple[int, str, str]:
+def answer(job: Job, asks: list[Prompt] | None = None, **more: Any) -> tuple[int, str, str]:
     """(exit code, stdout, stderr)."""
     out, err = io.BytesIO(), io.StringIO()
-    code = run(EngineConfig(hash_seed=1), asks or [], wishes, out=out, err=err, **more)
+    code = run(EngineConfig(hash_seed=1), replace(job, prompts=asks or []), out=out, err=err, **more)
     return code, out.getvalue().decode(), err.getvalue()
 
 
@@ -41,7 +41,7 @@ def answer(wishes: Wishes, asks: list[Ask] | None = None, **more: Any) -> tuple[
 
 def test_a_load_on_a_simulated_engine_as_one_object(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl.gz"
-    code, out, err = answer(Wishes(True, True, record=path, load=CHAT, simulation=H100))
+    code, out, err = answer(Job(as_json=True, once=True, record=path, load=CHAT, simulation=H100))
     assert code == 0
     told = json.loads(out)
     assert (told["source"], told["model"], told["device"], told["dtype"]) == (
@@ -61,7 +61,7 @@ def test_a_load_on_a_simulated_engine_as_one_object(tmp_path: Path) -> None:
 def test_recorded_twice_it_is_the_same_but_for_the_date(tmp_path: Path) -> None:
     lines = []
     for name in ("a.jsonl", "b.jsonl"):
-        answer(Wishes(True, True, record=tmp_path / name, load=CHAT, simulation=H100))
+        answer(Job(as_json=True, once=True, record=tmp_path / name, load=CHAT, simulation=H100))
         lines.append((tmp_path / name).read_bytes().splitlines())
     first, again = lines
     assert len(first) == len(again)
@@ -71,7 +71,7 @@ def test_recorded_twice_it_is_the_same_but_for_the_date(tmp_path: Path) -> None:
 
 
 def test_without_json_a_load_ends_in_a_few_figures() -> None:
-    code, out, _ = answer(Wishes(load=CHAT, simulation=H100))
+    code, out, _ = answer(Job(load=CHAT, simulation=H100))
     assert code == 0
     assert f"{CHAT.requests} requests in " in out
     assert "prefix cache: " in out
@@ -80,9 +80,9 @@ def test_without_json_a_load_ends_in_a_few_figures() -> None:
 
 def test_a_load_on_a_live_engine_beside_prompts() -> None:
     small = replace(CHAT, streams=tuple(replace(s, requests=6) for s in CHAT.streams))
-    asks = [Ask("Who?", params=SamplingParams(max_tokens=5))]
+    asks = [Prompt("Who?", params=SamplingParams(max_tokens=5))]
     fast = replace(small, streams=tuple(replace(s, arrivals=_hasty(s.arrivals)) for s in small.streams))
-    code, out, _ = answer(Wishes(True, True, load=fast), asks, build=build)
+    code, out, _ = answer(Job(as_json=True, once=True, load=fast), asks, build=build)
     assert code == 0
     told = json.loads(out)
     assert told["source"] == "live"
@@ -95,8 +95,8 @@ def _hasty(arrivals: Any) -> Any:
 
 def test_refused_are_only_those_that_cannot_fit() -> None:
     code, out, _ = answer(
-        Wishes(True, True, simulation=H100),
-        [Ask([5] * 200_000), Ask([5] * 100, params=SamplingParams(max_tokens=2))],
+        Job(as_json=True, once=True, simulation=H100),
+        [Prompt([5] * 200_000), Prompt([5] * 100, params=SamplingParams(max_tokens=2))],
     )
     assert code == 0
     assert [r["finish_reason"] for r in json.loads(out)["requests"]] == ["refused", "length"]
@@ -231,7 +231,7 @@ def _until(done: Any) -> None:
 async def test_the_screen_says_simulated(tmp_path: Path, speed: float | None, badge: str) -> None:
     small = replace(CHAT, streams=tuple(replace(s, requests=3) for s in CHAT.streams))
     path = tmp_path / "run.jsonl"
-    answer(Wishes(True, True, record=path, load=small, simulation=replace(H100, speed=None)))
+    answer(Job(as_json=True, once=True, record=path, load=small, simulation=replace(H100, speed=None)))
     batches = list(read(path))
     started = batches[0].events[0]
     batches[0].events[0] = replace_struct(started, knobs={**started.knobs, "speed": speed})

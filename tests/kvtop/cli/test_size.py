@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from engine import sizing
-from kvtop.cli.commands import invoke
+from kvtop.cli.program import invoke
 from kvtop.cli.size_table import amount
 
 

@@ -11,8 +11,8 @@ import pytest
 from engine import EngineConfig, SamplingParams
 from engine import events as ev
 from engine.loaded import Built
-from kvtop.cli.headless import Wishes, run
-from kvtop.cli.inputs import Ask
+from kvtop.cli.headless import Job, run
+from kvtop.cli.prompts import Prompt
 from kvtop.play.composer import branching
 from kvtop.record.verify import verify_batches
 from kvtop.state.dashboard import DashboardState
@@ -123,14 +123,14 @@ def test_what_the_prompt_box_understands() -> None:
             branching(text, params)
 
 
-def answer(asks: list[Ask], as_json: bool) -> tuple[int, str, str]:
+def answer(asks: list[Prompt], as_json: bool) -> tuple[int, str, str]:
     out, err = io.BytesIO(), io.StringIO()
 
     def build(config: EngineConfig, progress: Any) -> Built:
         return Built(ToyRunner(64, 4, VOCAB), Letters(), eos_ids=())
 
     config = EngineConfig(max_num_seqs=8, max_num_batched_tokens=64, block_size=4)
-    code = run(config, asks, Wishes(as_json, as_json), build=build, out=out, err=err)
+    code = run(config, Job(asks, as_json=as_json, once=as_json), build=build, out=out, err=err)
     return code, out.getvalue().decode(), err.getvalue()
 
 
@@ -150,9 +150,9 @@ class Letters:
 
 def test_headless_prints_each_sample_and_what_sharing_saved() -> None:
     asks = [
-        Ask([1, 2, 3, 4, 5], params=SamplingParams(max_tokens=6, temperature=0, n=3)),
-        Ask([1, 2, 3, 4, 5], params=SamplingParams(max_tokens=6, beam_width=3)),
-        Ask([5, 4], params=SamplingParams(max_tokens=4, temperature=0)),
+        Prompt([1, 2, 3, 4, 5], params=SamplingParams(max_tokens=6, temperature=0, n=3)),
+        Prompt([1, 2, 3, 4, 5], params=SamplingParams(max_tokens=6, beam_width=3)),
+        Prompt([5, 4], params=SamplingParams(max_tokens=4, temperature=0)),
     ]
     code, out, err = answer(asks, False)
     lines = out.splitlines()

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from engine import SamplingParams, SetupError
-from kvtop.cli.inputs import Ask, parse_size, read_prompts, read_system, sampling
+from kvtop.cli.prompts import Prompt, read_prompts, read_system
+from kvtop.values import parse_size
 
 
 @pytest.mark.parametrize(
@@ -24,15 +25,13 @@ from kvtop.cli.inputs import Ask, parse_size, read_prompts, read_system, samplin
     ],
 )
 def test_sizes(text: str, size: int) -> None:
-    assert parse_size(text, "--x") == size
+    assert parse_size(text, "x") == size
 
 
-@pytest.mark.parametrize(
-    "text", ["", "G", "-1G", "1e9", "3Q", "1 2", "0", "9" * 18 + "T", "1.5.5M", "\x1b[31m"]
-)
+@pytest.mark.parametrize("text", ["", "G", "-1G", "1e9", "3Q", "1 2", "9" * 18 + "T", "1.5.5M", "\x1b[31m"])
 def test_a_bad_size_is_one_line_that_names_the_option(text: str) -> None:
-    with pytest.raises(SetupError, match="--kv") as info:
-        parse_size(text, "--kv")
+    with pytest.raises(SetupError, match="kv") as info:
+        parse_size(text, "kv")
     assert "\n" not in str(info.value)
     assert "\x1b" not in str(info.value)
     assert len(str(info.value)) <= 200
@@ -51,10 +50,10 @@ def test_system_is_a_text_or_a_file(tmp_path: Path) -> None:
         read_system(f"@{tmp_path / 'latin'}")
 
 
-LIKE = Ask("", "the system", "s.txt", None, SamplingParams(max_tokens=9))
+LIKE = Prompt("", "the system", "s.txt", None, SamplingParams(max_tokens=9))
 
 
-def prompts(tmp_path: Path, text: str, name: str = "p.txt") -> list[Ask]:
+def prompts(tmp_path: Path, text: str, name: str = "p.txt") -> list[Prompt]:
     (tmp_path / name).write_text(text, "utf-8")
     return read_prompts(str(tmp_path / name), LIKE)
 
@@ -73,7 +72,7 @@ def test_prompts_as_jsonl(tmp_path: Path) -> None:
         '{"prompt": "d", "system": null}',
     ]
     a, b, c, d = prompts(tmp_path, "\n".join(lines))
-    assert a == Ask("a", "the system", "s.txt", None, LIKE.params)
+    assert a == Prompt("a", "the system", "s.txt", None, LIKE.params)
     assert (b.prompt, b.params.max_tokens, b.params.temperature, b.salt) == ([1, 2], 3, 0, "s")
     assert b.params.stop == ("x", "y")
     assert (c.system, c.system_name, c.params.seed, c.params.stop) == ("other", "", 5, ("z",))
@@ -109,12 +108,12 @@ def test_every_knob_of_sampling_is_a_field_of_jsonl(tmp_path: Path) -> None:
         ('{"prompt": 5}', "needs an object"),
         ('{"prompt": [1.5]}', "needs an object"),
         ('{"prompt": [99999999999]}', "needs an object"),
-        ('{"prompt": "a", "max_tokens": "many"}', "'max_tokens': must be a int"),
-        ('{"prompt": "a", "max_tokens": 0}', "max_tokens must be at least 1"),
+        ('{"prompt": "a", "max_tokens": "many"}', "'max_tokens': must be a whole number, not 'many'"),
+        ('{"prompt": "a", "max_tokens": 0}', "'max_tokens': must be at least 1"),
         ('{"prompt": "a", "stop": [1]}', "'stop'"),
         ('{"prompt": "a", "logit_bias": {"x": 1}}', "'logit_bias': must be an object of token ids"),
         ('{"prompt": "a", "logit_bias": {"5": 101}}', "logit_bias must be between -100 and 100"),
-        ('{"prompt": "a", "bad_word_ids": [1]}', "'bad_word_ids': must be a list of lists"),
+        ('{"prompt": "a", "bad_word_ids": [1]}', "'bad_word_ids': must be a list of lists of token ids"),
         ('{"prompt": "a", "priority": 1.5}', "'priority': must be a whole number"),
         ('{"prompt": "a", "min_tokens": null}', "p.jsonl:3"),
         ('{"prompt": "a", "colour": 1}', "'colour': no such field"),
@@ -136,9 +135,3 @@ def test_a_bad_line_is_named_by_its_number(tmp_path: Path, line: str, says: str)
 def test_a_file_without_prompts_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SetupError, match="holds no prompt"):
         prompts(tmp_path, " \n\n")
-
-
-def test_sampling_options_are_named_when_wrong() -> None:
-    assert sampling(max_tokens=None, stop=["a"], top_p=None) == SamplingParams(stop=("a",))
-    with pytest.raises(SetupError, match=r"^--top-p must be over 0"):
-        sampling(top_p=0.0)

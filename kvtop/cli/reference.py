@@ -1,0 +1,95 @@
+"""docs/options.md: every option by group, made from the knobs. `python -m kvtop.cli.reference` prints it.
+
+Owns the layout of the page. Invariant: it holds what the code takes and nothing else; a test compares.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, get_args
+
+from engine import Group, Setting
+from kvtop.cli.command import Command
+from kvtop.cli.options import default, metavar
+from kvtop.values import from_toml
+
+_HEAD = """# Options
+
+Every option is a flag, a variable and a key of the config file under the same name: `--num-blocks 64`,
+`KVTOP_NUM_BLOCKS=64`, `num_blocks = 64`. A flag goes over the variable, the variable over the file, the file over
+the default. A switch has its opposite, `--no-NAME`; in the file it is `true` or `false`. An option that may be given
+several times is a list in the file, and one value as a variable. `kvtop config show` prints what is set and where,
+`kvtop config path` where the file lies, `kvtop config default` a file with every key.
+
+This page is made from the code (`make options`)."""
+
+_RULE = "|---|---|---|---|---|"
+
+
+def grouped(commands: Sequence[Command]) -> Iterator[tuple[str, list[Setting]]]:
+    """Every option of the commands by group; those that share name and help once."""
+    found: dict[tuple[str, str], Setting] = {}
+    for command in commands:
+        for setting in command.settings.values():
+            if not setting.knob.argument:
+                found.setdefault((setting.name, setting.knob.help), setting)
+    for group in get_args(Group):
+        settings = [s for s in found.values() if s.knob.group == group]
+        if settings:
+            yield group, settings
+
+
+def example(setting: Setting) -> Any:
+    """A value for the config file: the default, or where there is none one that may be set."""
+    knob = setting.knob
+    if setting.default not in (None, ()):
+        return setting.default
+    if knob.example is not None:
+        value: Any = [knob.example] if setting.many else knob.example
+    elif setting.choices:
+        value = setting.choices[0]
+    elif setting.kind is bool:
+        value = True
+    elif setting.kind in (int, float):
+        value = next((v for v in (knob.le if knob.le == 1 else None, knob.ge, 1) if v is not None), 1)
+    else:
+        value = "…"
+    from_toml(setting, value)  # raises where it is none
+    return value
+
+
+def page(commands: Sequence[Command]) -> str:
+    """The page in Markdown."""
+    lines = [_HEAD]
+    for group, settings in grouped(commands):
+        lines += [
+            "",
+            f"## {group.capitalize()}",
+            "",
+            "| flag | takes | default | commands | |",
+            _RULE,
+        ]
+        lines += [_row(s, [c.name for c in commands if _has(c, s)]) for s in settings]
+    return "\n".join(lines) + "\n"
+
+
+def _has(command: Command, setting: Setting) -> bool:
+    own = command.settings.get(setting.name)
+    return own is not None and own.knob.help == setting.knob.help
+
+
+def _row(setting: Setting, names: list[str]) -> str:
+    flags = f"`{', '.join((*setting.knob.short, setting.flag))} {metavar(setting)}".rstrip() + "`"
+    cells = (flags, setting.values, default(setting), ", ".join(names), setting.knob.help)
+    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+
+
+def main() -> None:
+    """Prints the page."""
+    from kvtop.cli.commands import COMMANDS
+
+    print(page([c for c in COMMANDS if c.name != "config"]), end="")
+
+
+if __name__ == "__main__":
+    main()
