@@ -6,7 +6,7 @@ wrote wrongly is one SetupError that names the flag or the variable.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, get_args
 
 import click
@@ -14,7 +14,7 @@ from click.core import ParameterSource
 
 from engine import Group, KnobError, Setting, SetupError
 from kvtop.cli.command import Command, Given, Source
-from kvtop.values import from_word
+from kvtop.values import from_toml, from_word
 
 GROUPS: tuple[str, ...] = get_args(Group)
 _SOURCES: dict[ParameterSource, Source] = {
@@ -165,3 +165,35 @@ def group_command(commands: Sequence[Command], top: Callable[..., None], **more:
     for command in commands:
         group.add_command(click_command(command))
     return group
+
+
+def grouped(commands: Sequence[Command]) -> Iterator[tuple[str, list[Setting]]]:
+    """Every option of the commands by group; those that share name and help once."""
+    found: dict[tuple[str, str], Setting] = {}
+    for command in commands:
+        for setting in command.settings.values():
+            if not setting.knob.argument:
+                found.setdefault((setting.name, setting.knob.help), setting)
+    for group in GROUPS:
+        settings = [s for s in found.values() if s.knob.group == group]
+        if settings:
+            yield group, settings
+
+
+def example(setting: Setting) -> Any:
+    """A value for the config file: the default, or where there is none one that may be set."""
+    knob = setting.knob
+    if setting.default not in (None, ()):
+        return setting.default
+    if knob.example is not None:
+        value: Any = [knob.example] if setting.many else knob.example
+    elif setting.choices:
+        value = setting.choices[0]
+    elif setting.kind is bool:
+        value = True
+    elif setting.kind in (int, float):
+        value = next((v for v in (knob.le if knob.le == 1 else None, knob.ge, 1) if v is not None), 1)
+    else:
+        value = "…"
+    from_toml(setting, value)  # raises where it is none
+    return value

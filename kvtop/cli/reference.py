@@ -5,13 +5,12 @@ Owns the layout of the page. Invariant: it holds what the code takes and nothing
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any, get_args
+from collections.abc import Sequence
 
-from engine import Group, Setting
+from engine import Setting
 from kvtop.cli.command import Command
-from kvtop.cli.options import default, metavar
-from kvtop.values import from_toml
+from kvtop.cli.commands import COMMANDS
+from kvtop.cli.options import default, grouped, metavar
 
 _HEAD = """# Options
 
@@ -24,38 +23,6 @@ several times is a list in the file, and one value as a variable. `kvtop config 
 This page is made from the code (`make options`)."""
 
 _RULE = "|---|---|---|---|---|"
-
-
-def grouped(commands: Sequence[Command]) -> Iterator[tuple[str, list[Setting]]]:
-    """Every option of the commands by group; those that share name and help once."""
-    found: dict[tuple[str, str], Setting] = {}
-    for command in commands:
-        for setting in command.settings.values():
-            if not setting.knob.argument:
-                found.setdefault((setting.name, setting.knob.help), setting)
-    for group in get_args(Group):
-        settings = [s for s in found.values() if s.knob.group == group]
-        if settings:
-            yield group, settings
-
-
-def example(setting: Setting) -> Any:
-    """A value for the config file: the default, or where there is none one that may be set."""
-    knob = setting.knob
-    if setting.default not in (None, ()):
-        return setting.default
-    if knob.example is not None:
-        value: Any = [knob.example] if setting.many else knob.example
-    elif setting.choices:
-        value = setting.choices[0]
-    elif setting.kind is bool:
-        value = True
-    elif setting.kind in (int, float):
-        value = next((v for v in (knob.le if knob.le == 1 else None, knob.ge, 1) if v is not None), 1)
-    else:
-        value = "…"
-    from_toml(setting, value)  # raises where it is none
-    return value
 
 
 def page(commands: Sequence[Command]) -> str:
@@ -86,8 +53,6 @@ def _row(setting: Setting, names: list[str]) -> str:
 
 def main() -> None:
     """Prints the page."""
-    from kvtop.cli.commands import COMMANDS
-
     print(page([c for c in COMMANDS if c.name != "config"]), end="")
 
 

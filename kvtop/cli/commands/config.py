@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from engine import Knob
 from kvtop.cli.command import Command, Given
-from kvtop.cli.reference import example, grouped
+from kvtop.cli.options import example, grouped
 from kvtop.settings import config_file
 from kvtop.text import safe_text
 from kvtop.values import to_toml

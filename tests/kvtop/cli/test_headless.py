@@ -232,3 +232,66 @@ def test_a_signal_in_the_middle_stops_the_engine_and_completes_the_recording(
     assert process.returncode == want
     assert "Traceback" not in err
     assert verify(tmp_path / "a.jsonl").violations == []
+
+
+@pytest.mark.parametrize("params", [SamplingParams(n=65), SamplingParams(beam_width=65), SamplingParams()])
+@pytest.mark.parametrize(
+    "job", [Job(), Job(as_json=True), Job(as_json=True, once=True), Job(concurrent=True)]
+)
+def test_a_refused_request_with_several_answers_is_one_line(params: SamplingParams, job: Job) -> None:
+    too_long = PAGE * 60 if params.n == params.beam_width == 1 else "x"
+    code, out, err = answer([Prompt(too_long, params=params)], job)
+    assert code == 2
+    assert sum("refused" in line for line in err.splitlines()) == 1
+    assert "Traceback" not in err
+    if job.as_json:
+        assert json.loads(out.splitlines()[-1])["requests"][0]["finish_reason"] == "refused"
+    else:
+        assert (out, "#1 refused: " in err) == ("", True)
+
+
+def test_of_several_prompts_with_several_answers_the_refused_ones_are_named() -> None:
+    wide, fits = SamplingParams(n=65, max_tokens=5), SamplingParams(n=2, max_tokens=5, temperature=1)
+    for concurrent in (False, True):
+        prompts = [Prompt("x", params=wide), Prompt("y", params=fits), Prompt("z", params=wide)]
+        code, out, err = answer(prompts, Job(concurrent=concurrent))
+        assert code == 0
+        assert [line[:3] for line in out.splitlines()] == ["[1]", "[2]"]
+        assert [line.split()[:2] for line in err.splitlines() if line.startswith("#")] == [
+            *(["#1", "refused:"], ["#2", "read"], ["#3", "refused:"])
+        ]
+
+
+def failing(*steps: int) -> Any:
+    """An engine whose steps of these numbers fail, so that the requests in them do."""
+
+    def fault(step: int, when: str) -> None:
+        if step in steps or not steps:
+            raise RuntimeError("no luck")
+
+    def make(config: EngineConfig, progress: Progress) -> Built:
+        return Built(ToyRunner(64, 16, VOCAB, fault=fault), WordPieces(), eos_ids=(0,))
+
+    return make
+
+
+@pytest.mark.parametrize("params", [FIVE, SamplingParams(n=3, max_tokens=5, temperature=1)])
+@pytest.mark.parametrize("job", [Job(), Job(as_json=True, once=True)])
+def test_exit_code_1_where_all_requests_failed(params: SamplingParams, job: Job) -> None:
+    prompts = [Prompt("x", params=params), Prompt("y", params=params)]
+    code, out, err = answer(prompts, job, build=failing())
+    assert code == 1
+    assert "no luck" in err
+    assert "Traceback" not in err
+    if job.as_json:
+        assert [r["finish_reason"] for r in json.loads(out)["requests"]] == ["error", "error"]
+        assert sum("every request failed: " in line for line in err.splitlines()) == 1
+
+
+def test_exit_code_0_where_one_succeeded_and_1_where_the_others_were_refused() -> None:
+    too_long = Prompt([1] * 5000, params=FIVE)
+    good, other = Prompt("x", params=FIVE), Prompt("y", params=FIVE)
+    code, _, err = answer([other, good], Job(), build=failing(0))
+    assert (code, "#1 error: " in err) == (0, True)
+    assert answer([too_long, other], Job(), build=failing())[0] == 1
+    assert answer([too_long, good], Job())[0] == 0
