@@ -46,6 +46,8 @@ _TABLE: dict[int, str | None] = {
 }
 _TABLE_NEWLINES = {code: to for code, to in _TABLE.items() if code != ord("\n")}
 
+_TABLE_SYMBOLS = {**_TABLE, **dict.fromkeys(_JOINING, "\u2422"), ord("\t"): "\u2409"}
+
 _MOST_MARKS = 4
 """Combining marks on one character; no script needs more, and a pile of them covers the lines above."""
 
@@ -81,6 +83,19 @@ def safe_text(text: str, newlines: bool = False) -> str:
     if not text.isascii() and max(text) >= "\u0300":
         bare, pile = _marks()
         text = pile.sub(r"\1", bare.sub(DOTTED_CIRCLE, text))
+    return text
+
+
+def symbols(text: str) -> str:
+    """Like `safe_text`, with one character for each: a line that is edited keeps its positions."""
+    if text.isprintable() and text.isascii():
+        return text
+    text = text.translate(_TABLE_SYMBOLS)
+    if not text.isascii() and max(text) >= "\u0300":
+        bare, pile = _marks()
+        if bare.match(text):
+            text = DOTTED_CIRCLE + text[1:]
+        text = pile.sub(lambda found: found[1] + "\u2422" * (len(found[0]) - len(found[1])), text)
     return text
 
 

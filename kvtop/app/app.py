@@ -46,7 +46,7 @@ SWEEP_FPS = 30.0
 FIRST_FRAME = 0.05
 """Seconds that the first frame is given before the engine starts."""
 NOTE = 4.0
-"""Seconds that what a key did stands under the prompt."""
+"""Seconds for which the line under the prompt says what a key did, and a second ctrl+c quits."""
 SETTLING = 3.0
 """Seconds after the last batch in which rates still fall."""
 
@@ -82,6 +82,8 @@ class KvtopApp(OrderedApp):
         """kvtop's and the user's, in the order of ctrl+t."""
         self._note = ("", float("-inf"))
         """What a key did, and until when to say it."""
+        self._quits_until = float("-inf")
+        """Until when ctrl+c or a click on `quit` is the second one."""
         self._told_errors = 0
         self._moved_at = self._stirred_at = self._painted_at = float("-inf")
         self._stirs = 0
@@ -309,10 +311,10 @@ class KvtopApp(OrderedApp):
 
     @on(Prompt.Sent)
     def _sent(self, event: Prompt.Sent) -> None:
-        if self.session.asker is not None:
+        if self.session.composer is not None:
             self.main.strip.picked = None
             self.main.chat.back = 0
-            self.session.asker.send(event.text)
+            self.session.composer.send(event.text)
             self.wake()
 
     @on(Prompt.Changed)
@@ -322,15 +324,18 @@ class KvtopApp(OrderedApp):
         self.main.hint.wake()
 
     @on(KeyLine.Clicked)
-    async def _key_clicked(self, event: KeyLine.Clicked) -> None:
-        self.simulate_key(event.press)
+    def _key_clicked(self, event: KeyLine.Clicked) -> None:
+        if event.press in ("q", "ctrl+q"):  # a click is easily made by mistake
+            self._quit_when_asked_twice(self.session.exit_code, "another click quits, and so does ctrl+q")
+        else:
+            self.simulate_key(event.press)
 
     def action_ask(self) -> None:
         """Enter in key mode: the demo goes on, or the prompt gets the letters."""
         if self.session.play is not None:
             self.session.play.advance()
             self.wake()
-        elif self.session.asker is not None:
+        elif self.session.composer is not None:
             self.main.prompt.focus()
 
     async def action_quit(self) -> None:
@@ -338,16 +343,39 @@ class KvtopApp(OrderedApp):
         code = self.session.exit_code
         self.exit(code, return_code=code)
 
-    def action_copy_or_quit(self) -> None:
-        """ctrl+c."""
-        text = self.main.prompt.selected_text if self.main.typing else ""
+    def action_interrupt(self) -> None:
+        """ctrl+c: the first of these that there is to do."""
+        main = self.main
+        text = main.prompt.selected_text if main.typing else ""
         text = text or self.screen.get_selected_text() or ""
         if text:
             self.copy_to_clipboard(text)
             self.screen.clear_selection()
             self.say("copied")
+        elif self.screen is not main:
+            self.screen.dismiss()
+        elif main.prompt.value:
+            main.prompt.value = ""
+        elif count := self.session.abort_answers():
+            self.say("the answer is aborted" if count == 1 else f"{count} answers are aborted")
         else:
-            self.exit(130, return_code=130)
+            self._quit_when_asked_twice(128 + signal.SIGINT, "ctrl+c again quits")
+
+    def _quit_when_asked_twice(self, code: int, how: str) -> None:
+        """Leave, if the hint has just said `how`."""
+        if self.wall() < self._quits_until:
+            self.exit(code, return_code=code)
+        else:
+            self._quits_until = self.wall() + NOTE
+            self.say(how)
+
+    def action_repaint(self) -> None:
+        """ctrl+l."""
+        self.repaint()
+
+    def action_stop_process(self) -> None:
+        """ctrl+z."""
+        self.stop_process()
 
     def action_help(self) -> None:
         """What everything means."""
@@ -390,8 +418,8 @@ class KvtopApp(OrderedApp):
 
     def action_new_conversation(self) -> None:
         """The next prompt starts anew."""
-        if self.session.asker is not None:
-            self.session.asker.new_conversation()
+        if self.session.composer is not None:
+            self.session.composer.new_conversation()
             self.say("a new conversation: the next prompt starts anew")
 
     def action_slow(self) -> None:

@@ -1,7 +1,7 @@
-"""The keys of the dashboard as data: what they are bound to, by ids that a user's keymap may name.
+"""The dashboard's keys and the commands of its palette, as data.
 
-Owns the table and nothing of what an action does. Single letters act only while the prompt has no
-focus, which Textual sees to: the prompt takes printable keys first.
+Owns the two tables; what an action does is in the application. Single letters act only while the prompt does not
+have the focus: Textual offers a printable key to a focused line of input first.
 """
 
 from __future__ import annotations
@@ -10,7 +10,23 @@ from textual.binding import Binding, BindingType
 
 BINDINGS: list[BindingType] = [
     Binding("ctrl+q", "quit", "Quit", id="quit", priority=True, show=False),
-    Binding("ctrl+c", "copy_or_quit", "Copy the selection, else quit", id="copy", priority=True, show=False),
+    Binding(
+        "ctrl+c",
+        "interrupt",
+        "Copy the selection; else clear the prompt, abort the answer, or quit (press it twice)",
+        id="copy",
+        priority=True,
+        show=False,
+    ),
+    Binding("ctrl+l", "repaint", "Draw the whole screen again", id="repaint", priority=True, show=False),
+    Binding(
+        "ctrl+z",
+        "stop_process",
+        "Stop kvtop; `fg` in the shell goes on",
+        id="stop",
+        priority=True,
+        show=False,
+    ),
     Binding("f1,question_mark", "help", "Help", id="help"),
     Binding("f2", "next_view", "View chat, ops, all", id="view"),
     Binding("f3", "slow", "Slow motion", id="slow"),
@@ -36,11 +52,12 @@ COMMANDS: tuple[tuple[str, str, str], ...] = (
     ("Help", "Keys, the map, every figure (F1)", "help"),
     ("Logs", "What the engine printed (F4)", "logs"),
     ("Picture", "Save the screen as SVG (s)", "picture"),
-    ("Slow motion", "Let the engine wait between steps (F3)", "slow"),
+    ("Slow motion", "The engine waits between steps (F3)", "slow"),
     ("Freeze", "Stop the display, not the engine (space)", "freeze"),
     ("One step", "Run a single engine step (.)", "step"),
     ("New conversation", "The next prompt starts anew (ctrl+n)", "new_conversation"),
     ("Reset prefix cache", "Forget all hashes", "reset_cache"),
+    ("Repaint", "Draw the whole screen again (ctrl+l)", "repaint"),
     ("Quit", "Leave (ctrl+q)", "quit"),
 )
-"""(title, about, action) in the command palette, beside views and themes."""
+"""(title, about, action) in the command palette, where views and themes are too."""

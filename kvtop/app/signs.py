@@ -121,17 +121,17 @@ def checked(verdict: Mapping[str, Any]) -> str:
 
 def tell_chat(app: KvtopApp) -> None:
     """What was sent and has not arrived, what the prompt is about, and what to do first."""
-    main, asker = app.main, app.session.asker
-    if asker is None:
+    main, composer = app.main, app.session.composer
+    if composer is None:
         main.chat.invites = ("Enter begins the scene.",) if app.session.play is not None else ()
         return
-    held = asker.held(app.state)
+    held = composer.held(app.state)
     main.chat.held, main.header.held, main.queues.held = held, len(held), len(held)
-    page = safe_text(asker.attached)
-    main.chat.topic = f"{page} attached" if page else "new conversation" if asker.anew else ""
+    page = safe_text(composer.attached)
+    main.chat.topic = f"{page} attached" if page else "new conversation" if composer.anew else ""
     own = "type a question of your own."
     main.chat.invites = (
-        ("Enter sends the first of five examples;", f"or {own}") if asker.examples else (own.capitalize(),)
+        ("Enter sends the first of five examples;", f"or {own}") if composer.examples else (own.capitalize(),)
     )
 
 
@@ -150,8 +150,8 @@ def tell_next(app: KvtopApp) -> None:
     elif app.session.frozen:
         on = "Esc, then space catches up" if typing else "space catches up"
         hint.says, hint.why = f"the display is frozen, the engine runs on; {on}", ""
-    elif app.session.asker is not None and typing:
-        told = app.session.asker.next_enter(app.main.prompt.value)
+    elif app.session.composer is not None and typing:
+        told = app.session.composer.next_enter(app.main.prompt.value)
         hint.says, hint.why = told.says, told.why
     else:
         hint.says, hint.why = "key mode: letters act; i or Enter goes back to the prompt", ""

@@ -55,7 +55,7 @@ class Held:
     after: int | None
 
 
-class Asker:
+class Composer:
     """The prompt's side of an engine. `tick` after every application of batches."""
 
     def __init__(
@@ -88,6 +88,8 @@ class Asker:
         self._running: list[int] = []
         self._seen = ""
         self._held: dict[int, Held] = {}
+        self._unfinished: list[int] = []
+        """Requests sent and neither finished nor aborted, as far as is known."""
         self._latest: dict[int, int] = {}
         """Latest request of each conversation."""
         self._asked: dict[tuple[str, str], int] = {}
@@ -117,6 +119,18 @@ class Asker:
         """The next typed prompt starts anew, with --system's text if there is one."""
         self.conversation, self.attached, self.anew = None, self.system_name, True
 
+    def abort(self) -> int:
+        """Every answer that is not finished, and the examples that were still to be sent. Returns how many."""
+        self._forget_finished()
+        for rid in self._unfinished:
+            self.engine.abort(rid)
+        count, self._pending, self._unfinished = len(self._unfinished) + self._pending, 0, []
+        return count
+
+    def _forget_finished(self) -> None:
+        views = self.state.requests
+        self._unfinished = [r for r in self._unfinished if r not in views or views[r].phase != "finished"]
+
     @property
     def busy(self) -> bool:
         """A request of the last example is not finished yet."""
@@ -139,6 +153,8 @@ class Asker:
         rid = self.engine.submit(text, params, conversation=conversation, salt=salt)
         self._held[rid] = Held(rid, text, self._latest.get(conversation))
         self._latest[conversation] = rid
+        self._forget_finished()
+        self._unfinished.append(rid)
         return rid
 
     def _send_example(self) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from engine import SetupError
-from kvtop.play.composer import Asker
+from kvtop.play.composer import Composer
 from kvtop.play.demo import Performance
 from kvtop.state.dashboard import DashboardState
 
@@ -30,7 +30,7 @@ class Session:
         self.source, self.options, self.engine = source, options, engine
         self.state = DashboardState()
         source.attach(self.state)
-        self.asker: Asker | None = None
+        self.composer: Composer | None = None
         """Takes prompts: live, and no demo."""
         self.play: Performance | None = None
         """The demo that is played."""
@@ -60,7 +60,7 @@ class Session:
             examples = load_examples()
         except SetupError as error:
             examples, self.problem = (), str(error)
-        self.asker = Asker(
+        self.composer = Composer(
             self.engine,
             self.state,
             examples=examples,
@@ -75,10 +75,10 @@ class Session:
         if self.engine is None:
             return
         self.engine.start()
-        if self.asker is not None:
+        if self.composer is not None:
             for prompt in self.options.prompts:
-                self.asker.new_conversation()
-                self.asker.send(prompt)
+                self.composer.new_conversation()
+                self.composer.send(prompt)
 
     # ----------------------------------------------------------------------------------- batches
 
@@ -87,8 +87,8 @@ class Session:
         state = self.state
         for batch in self.source.drain():
             state.apply(batch)
-        if self.asker is not None:
-            self.asker.tick()
+        if self.composer is not None:
+            self.composer.tick()
         if self.play is not None:
             self.play.tick()
             if not self.play.stage.warming:
@@ -148,9 +148,9 @@ class Session:
         if action in ("slow", "abort", "reset_cache"):
             return self.engine is not None
         if action == "new_conversation":
-            return self.asker is not None
+            return self.composer is not None
         if action == "ask":
-            return self.asker is not None or self.play is not None
+            return self.composer is not None or self.play is not None
         return True
 
     def begin_slow(self) -> None:
@@ -200,6 +200,10 @@ class Session:
         running = self.state.running
         if self.engine is not None and running:
             self.engine.abort((picked if picked in running else running[-1]) + self.state.skipped)
+
+    def abort_answers(self) -> int:
+        """All that the prompt has asked for and that has not finished. Returns how many these are."""
+        return self.composer.abort() if self.composer is not None else 0
 
     def reset_cache(self) -> None:
         """Forget all hashes, unless blocks are in use."""

@@ -17,7 +17,9 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+from rich.cells import cell_len
 from rich.console import Console, RenderableType
+from rich.text import Text
 from textual import events
 from textual._compositor import Compositor, CompositorMap, CompositorUpdate
 from textual._context import visible_screen_stack
@@ -40,6 +42,7 @@ from textual.widgets import Input
 from kvtop.terminal.front import Front, PlacedStrip
 from kvtop.terminal.input_bytes import InputDecoder
 from kvtop.terminal.output import Output
+from kvtop.text import symbols
 
 if TYPE_CHECKING:
     from textual.driver import Driver
@@ -87,6 +90,25 @@ class KeyReader:
     def due(self) -> bool:
         """`tick` has to be called: a sequence has begun."""
         return self._parser._timeout_time is not None
+
+
+class SafeInput(Input):
+    """A line of input that may hold any character and shows symbols for those that could act on the terminal."""
+
+    @property
+    def _value(self) -> Text:
+        return Text(symbols(self.value), no_wrap=True, overflow="ignore", end="")
+
+    def _position_to_cell(self, position: int) -> int:
+        return cell_len(symbols(self.value)[:position])
+
+    def _cell_offset_to_index(self, offset: int) -> int:
+        cells = 0
+        for index, character in enumerate(symbols(self.value)):
+            cells += cell_len(character)
+            if cells > offset:
+                return index
+        return len(self.value)
 
 
 class TerminalDriver(LinuxDriver):
@@ -438,6 +460,10 @@ class OrderedApp(App[int]):
         which screen is in front, or what is selected."""
         if not isinstance(message, events.InputEvent | events.Paste) or message.is_forwarded:
             return super().post_message(message)
+        if isinstance(message, events.Paste) and not isinstance(self.focused, SafeInput):
+            message.text = symbols(
+                message.text
+            )  # Textual's own lines of input send it to the terminal as it is
         if self._settling is not None:
             if isinstance(message, events.MouseMove) and self._input:
                 last = self._input[-1]

@@ -1,8 +1,8 @@
-"""Prompt: one line of input with a memory of what was sent.
+"""Prompt: one line of input that remembers what was sent.
 
-Owns the history. Enter with text sends it; Enter without text asks for the next example. Pasted line
-breaks become blanks, so that a paste never sends itself. Invariant: keys act in the order in which they
-were pressed, however fast they come.
+Owns the history. Enter with text sends it; Enter without text asks for the next example. Pasted line breaks
+become blanks, so a paste never sends itself. Invariant: the line holds what was typed or pasted, character by
+character, and shows a symbol for each one that could act on the terminal.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ from typing import ClassVar
 from textual import events
 from textual.binding import Binding, BindingType
 from textual.message import Message
-from textual.widgets import Input
+
+from kvtop.terminal.textual_door import SafeInput
 
 
-class Prompt(Input):
+class Prompt(SafeInput):
     """Up and down walk through what was sent before."""
 
     BINDINGS: ClassVar[list[BindingType]] = [

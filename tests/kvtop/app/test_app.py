@@ -6,6 +6,7 @@ import asyncio
 
 import msgspec
 import pytest
+from textual import events
 from textual.geometry import Region
 
 from engine.events import BlocksCopied, BlocksEvicted, EngineError, EngineStarted, StepBatch
@@ -324,8 +325,8 @@ async def test_engine_errors_are_seen() -> None:
         assert "out of memory in layer 3" in shown.text
 
 
-async def test_ctrl_c_copies_a_selection_else_quits_with_130() -> None:
-    async with show((100, 30), story().batches) as shown:
+async def test_ctrl_c_copies_a_selection_else_asks_and_quits_with_130() -> None:
+    async with show((100, 30), story().batches, notifications=True) as shown:
         chat = shown.app.main.chat
         y = next(i for i, line in enumerate(chat.lines) if "What did she publish?" in line)
         await shown.pilot.mouse_down("#chat", offset=(3, y))
@@ -334,8 +335,91 @@ async def test_ctrl_c_copies_a_selection_else_quits_with_130() -> None:
         await shown.pilot.press("ctrl+c")
         assert shown.app.clipboard.startswith("What did") and shown.app.return_code is None
         await shown.pilot.press("ctrl+c")
+        await shown.settle()
+        assert shown.app.return_code is None and "ctrl+c again quits" in shown.text
+        shown.wall += 5  # too late
+        await shown.pilot.press("ctrl+c")
+        await shown.pilot.pause()
+        assert shown.app.return_code is None
+        await shown.pilot.press("ctrl+c")
         await shown.pilot.pause()
         assert shown.app.return_code == 130
+
+
+async def test_keys_in_one_read_act_as_one_by_one() -> None:
+    """Walking, folding, help and back: each key sees what the one before it did."""
+    keys = [
+        *["right"] * 4,
+        "down",
+        "left",
+        "escape",
+        "right",
+        "tab",
+        "e",
+        "home",
+        "f1",
+        "down",
+        "escape",
+        "f2",
+    ]
+    async with show((120, 40), story().batches) as one, show((120, 40), story().batches) as burst:
+        for key in keys:
+            await one.pilot.press(key)
+            await one.pilot.pause()
+        for key in keys:
+            burst.app.post_message(events.Key(key, None))
+        for _ in range(10):
+            await burst.pilot.pause(0.02)
+        for n in range(4):  # and four at once of what was walked by one
+            one.app.main.select(7 + n)
+        burst.app.main.select(10)
+        for shown in (one, burst):
+            await shown.settle()
+        assert one.app.main.selected == burst.app.main.selected == 10
+        assert one.app.main.view == burst.app.main.view == "ops"
+        assert one.app.main.chat.unfolded == burst.app.main.chat.unfolded
+        assert one.text == burst.text
+
+
+@pytest.mark.parametrize("focus", ["map", "strip"])
+@pytest.mark.parametrize("times", [2, 4, 9])
+async def test_a_walk_in_one_read_goes_as_far_as_one_by_one(focus: str, times: int) -> None:
+    async with show((120, 40), story().batches) as shown:
+        main = shown.app.main
+        walked: list[int | None] = []
+        for burst in (False, True):
+            main.select(None)
+            main.set_focus(getattr(main, focus))
+            await shown.settle()
+            for _ in range(times):
+                shown.app.post_message(events.Key("right", None))
+                if not burst:
+                    await shown.pilot.pause()
+            await shown.pilot.pause(0.2)
+            walked.append(main.selected)
+        assert walked[0] == walked[1] is not None
+
+
+async def test_a_click_on_quit_asks_first() -> None:
+    async with show((120, 40), story().batches, notifications=True) as shown:
+        row = shown.rows[-1]
+        for answer in (None, 0):
+            await shown.pilot.click("#keys", offset=(row.index("q quit"), 0))
+            await shown.settle()
+            assert shown.app.return_code == answer
+            assert answer == 0 or "another click quits, and so does ctrl+q" in shown.text
+
+
+async def test_ctrl_c_closes_help_and_the_palette() -> None:
+    async with show((120, 40), story().batches) as shown:
+        for opens in ("f1", "ctrl+p"):
+            await shown.pilot.press(opens)
+            await shown.pilot.pause(0.1)
+            assert shown.app.screen is not shown.app.main
+            await shown.pilot.press("ctrl+c", "ctrl+c")
+            await shown.pilot.pause(0.1)
+            assert shown.app.screen is shown.app.main and shown.app.return_code is None
+            shown.wall += 5
 
 
 async def test_hostile_text_cannot_act() -> None:

@@ -18,6 +18,7 @@ from kvtop.app.app import KvtopApp
 from kvtop.options import Options
 from kvtop.play.session import Session
 from kvtop.sources import LiveSource
+from kvtop.terminal.textual_door import shown_strips
 from tests.demos.toy import build
 
 
@@ -92,6 +93,50 @@ async def test_ctrl_q_quits_from_the_prompt() -> None:
         assert shown.app.return_code == 0
 
 
+async def test_ctrl_c_clears_the_prompt_then_aborts_then_asks() -> None:
+    async with live() as shown:
+        app, pilot = shown.app, shown.pilot
+        await pilot.press("escape", "full_stop", "i")  # the engine stands still
+        await pilot.press(*"why?", "enter", *"half")
+        await pilot.press("ctrl+c")
+        assert app.main.prompt.value == ""
+        await pilot.press("ctrl+c")
+        await pilot.pause()
+        assert "the answer is aborted" in shown.hint and app.return_code is None
+        await pilot.press("f3")
+        await shown.finished(1)
+        assert app.state.requests[1].finish_reason == "abort"
+        await pilot.press("ctrl+c")
+        await pilot.pause()
+        assert "ctrl+c again quits" in shown.hint and app.return_code is None
+        await pilot.press("ctrl+c")
+        await pilot.pause()
+        assert app.return_code == 130
+
+
+async def test_what_was_pasted_is_shown_by_symbols_and_sent_as_it_is() -> None:
+    text = "a\u009b31mb\u009dc\u202ed\u2067e\u200bf\u200dg\ufe0f"
+    async with live(size=(100, 30)) as shown:
+        app, pilot, sent = shown.app, shown.pilot, list[str]()
+        app.session.composer.send = sent.append
+        app.post_message(events.Paste(text + "漢x"))
+        await pilot.pause()
+        line = next(row for row in (strip.text for strip in shown_strips(app)) if row.startswith("› "))
+        assert line.rstrip() == "› a␦31mb␦c⇄d⇄e␢f␢g␢漢x"
+        assert app.main.prompt.cursor_screen_offset.x == 2 + 20 + 1  # Textual counts one more at the end
+        await pilot.press("left", "left")
+        assert app.main.prompt.cursor_screen_offset.x == 2 + 17
+        await pilot.click("#prompt", offset=(15, 0))
+        assert app.main.prompt.cursor_position == 15
+        await pilot.press("enter")
+        assert sent == [text + "漢x"]
+        await pilot.press("ctrl+p")
+        await pilot.pause(0.1)
+        app.post_message(events.Paste(text))
+        await pilot.pause(0.1)
+        assert "a␦31mb␦c⇄d⇄e␢f␢g␢" in "\n".join(strip.text for strip in shown_strips(app))
+
+
 async def test_enter_goes_through_the_examples() -> None:
     """Five Enters, as fast as they come: each example waits for the one before."""
     async with live() as shown:
@@ -136,7 +181,7 @@ async def test_a_burst_of_keys_acts_in_order() -> None:
     """Nothing waits between the keys: each Enter sends what stood there when it was pressed."""
     async with live() as shown:
         sent: list[str] = []
-        shown.app.session.asker.send = sent.append
+        shown.app.session.composer.send = sent.append
         keys = [*"Say A", "x", "backspace", "enter", *"Say Bed", "left", "left", "r", "enter", "up", "enter"]
         for key in keys:
             shown.app.post_message(events.Key("space" if key == " " else key, key if len(key) == 1 else None))
@@ -189,9 +234,9 @@ async def test_turns_that_wait_are_seen_and_counted() -> None:
         await pilot.press("escape", "full_stop")
         await shown.until(lambda: shown.engine._paused and not shown.engine._single_steps)
         for text in ("one", "two", "three"):
-            app.session.asker.send(text)
-        app.session.asker.new_conversation()
-        app.session.asker.send("four")
+            app.session.composer.send(text)
+        app.session.composer.new_conversation()
+        app.session.composer.send("four")
         await shown.until(lambda: 4 in app.state.requests)
         app.paint()
         await pilot.pause()
@@ -210,7 +255,7 @@ async def test_turns_that_wait_are_seen_and_counted() -> None:
         assert app.main.queues.lines[0].startswith("0 running   4 waiting")
         await pilot.press("f3")
         await shown.finished(1, 2, 3, 4)
-        assert not app.session.asker.held(app.state)
+        assert not app.session.composer.held(app.state)
 
 
 async def test_the_hint_tells_what_the_cache_holds() -> None:
@@ -219,7 +264,7 @@ async def test_the_hint_tells_what_the_cache_holds() -> None:
 
         def why() -> str:
             app.paint()
-            return app.session.asker.next_enter("").why
+            return app.session.composer.next_enter("").why
 
         assert why() == "nothing of it is cached yet: every block of the prompt is computed"
         await pilot.press(*["enter"] * 4)
@@ -260,20 +305,21 @@ async def test_the_hint_is_whole_at_80_columns() -> None:
 async def test_a_full_conversation_recommends_a_new_one() -> None:
     async with live() as shown:
         app = shown.app
-        app.session.asker.send("word " * 480)
+        app.session.composer.send("word " * 480)
         await shown.finished(1)
         view, limit = app.state.requests[1], app.state.started.max_model_len
         assert view.finish_reason == "refused" or view.prompt_tokens < limit
-        told = app.session.asker.next_enter("more").says
+        told = app.session.composer.next_enter("more").says
         view.prompt_tokens = limit - view.num_output - 1
         assert told == "Enter goes on with this conversation"
         assert (
-            app.session.asker.next_enter("more").says
+            app.session.composer.next_enter("more").says
             == "this conversation is nearly full · ctrl+n starts a new one"
         )
         view.finish_reason = "refused"
         assert (
-            app.session.asker.next_enter("more").says == "this conversation is full · ctrl+n starts a new one"
+            app.session.composer.next_enter("more").says
+            == "this conversation is full · ctrl+n starts a new one"
         )
 
 
@@ -281,7 +327,7 @@ async def test_freezing_keeps_what_comes() -> None:
     async with live() as shown:
         app = shown.app
         await shown.pilot.press("escape", "space")
-        app.session.asker.send("hello")
+        app.session.composer.send("hello")
         await shown.until(lambda: not shown.engine._inbox and not shown.engine._live().has_work)
         await asyncio.sleep(0.05)
         app.tick()
@@ -322,7 +368,7 @@ async def test_a_frozen_display_counts_what_is_sent_alike_everywhere() -> None:
         await shown.until(lambda: shown.engine._paused and not shown.engine._single_steps)
         await pilot.press("space")
         for sent in (1, 2):
-            app.session.asker.send("hello")
+            app.session.composer.send("hello")
             app.paint()
             assert f"{sent} waiting" in app.main.header.lines[0]
             assert f"{sent} waiting" in app.main.queues.lines[0]
@@ -335,7 +381,7 @@ async def test_a_single_step_is_shown_although_the_display_was_frozen() -> None:
         assert app.session.frozen
         await shown.pilot.press("full_stop")
         assert app.session.stepping and not app.session.frozen
-        app.session.asker.send("hello")
+        app.session.composer.send("hello")
         await shown.until(lambda: 1 in app.state.requests)
 
 
@@ -374,7 +420,7 @@ async def test_slow_motion_and_single_steps() -> None:
         await shown.pilot.press("f3", "escape", "full_stop")
         assert app.session.stepping and app.session.slow == 0
         await shown.until(lambda: shown.engine._paused and not shown.engine._single_steps)
-        app.session.asker.send("hello")
+        app.session.composer.send("hello")
         await shown.until(lambda: 1 in app.state.requests)
         step = app.state.step
         await shown.pilot.press("full_stop")
@@ -423,7 +469,7 @@ async def test_x_aborts_what_runs() -> None:
     async with live() as shown:
         app = shown.app
         await shown.pilot.press("escape", "full_stop")
-        app.session.asker.send("hello")
+        app.session.composer.send("hello")
         await shown.until(lambda: 1 in app.state.requests)
         await shown.pilot.press("full_stop")
         await shown.until(lambda: bool(app.state.running))

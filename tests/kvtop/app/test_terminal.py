@@ -57,11 +57,11 @@ class Terminal:
         """Press keys."""
         os.write(self._fd, keys)
 
-    def read(self, seconds: float) -> bool:
+    def read(self, seconds: float, most: int = 1 << 16) -> bool:
         """Take output for at most this long; False once the program is gone."""
         if select.select([self._fd], [], [], seconds)[0]:
             try:
-                data = os.read(self._fd, 1 << 16)
+                data = os.read(self._fd, most)
             except OSError:
                 return False
             self.raw += data
@@ -105,6 +105,12 @@ class Terminal:
         """Keys go to the program one by one, as it asked for."""
         return not termios.tcgetattr(self._fd)[3] & termios.ICANON
 
+    def make_cooked(self) -> None:
+        """As a shell sets the terminal for itself."""
+        attrs = termios.tcgetattr(self._fd)
+        attrs[3] |= termios.ICANON | termios.ECHO
+        termios.tcsetattr(self._fd, termios.TCSANOW, attrs)
+
     def assert_restored(self) -> None:
         """Main screen, cursor and mouse are back; nothing but `talk` follows."""
         assert self.raw.count(ALTERNATE_ON) == self.raw.count(ALTERNATE_OFF) == 1
@@ -130,6 +136,9 @@ def test_it_shows_and_gives_the_terminal_back(keys: bytes, code: int) -> None:
         terminal.send(b"\x1b")
         terminal.until(lambda: "i prompt" in terminal.text)
     terminal.send(keys[-1:])
+    if keys == b"\x03":
+        terminal.until(lambda: "ctrl+c again quits" in terminal.text)
+        terminal.send(keys)
     assert terminal.wait() == code
     terminal.assert_restored()
     assert terminal.talk == ""
@@ -244,6 +253,61 @@ def test_signals_give_the_terminal_back(
     assert time.monotonic() - begin < 5
     assert not terminal.is_raw
     assert verify(recording).ok
+
+
+def wipe(terminal: Terminal) -> None:
+    """What somebody else's output does to the screen."""
+    terminal.screen.reset()
+    assert "KV pool" not in terminal.text
+
+
+@pytest.mark.parametrize("by", ["ctrl+z", "SIGTSTP"])
+def test_it_stops_and_comes_back_whole(by: str) -> None:
+    terminal = Terminal("plain")
+    terminal.until(lambda: "Enter sends example 1" in terminal.text)
+    terminal.send(b"half")
+    terminal.until(lambda: "› half" in terminal.text)
+    if by == "ctrl+z":
+        terminal.send(b"\x1a")
+    else:
+        os.kill(terminal.pid, signal.SIGTSTP)
+    terminal.until(lambda: ALTERNATE_OFF in terminal.raw)
+    _, status = os.waitpid(terminal.pid, os.WUNTRACED)
+    assert os.WIFSTOPPED(status) and not terminal.is_raw
+    wipe(terminal)
+    os.kill(terminal.pid, signal.SIGCONT)
+    terminal.until(lambda: "KV pool" in terminal.text and "› half" in terminal.text)
+    assert terminal.is_raw
+    terminal.send(b"!")
+    terminal.until(lambda: "› half!" in terminal.text)
+    terminal.send(b"\x11")
+    assert terminal.wait() == 0
+    assert not terminal.is_raw and terminal.raw.count(ALTERNATE_ON) == terminal.raw.count(ALTERNATE_OFF) == 2
+
+
+def test_after_a_stop_that_it_did_not_see_it_comes_back_whole() -> None:
+    terminal = Terminal("plain")
+    terminal.until(lambda: "Enter sends example 1" in terminal.text)
+    os.kill(terminal.pid, signal.SIGSTOP)
+    os.waitpid(terminal.pid, os.WUNTRACED)
+    wipe(terminal)
+    terminal.make_cooked()
+    os.kill(terminal.pid, signal.SIGCONT)
+    terminal.until(lambda: "KV pool" in terminal.text and "Enter sends example 1" in terminal.text)
+    assert terminal.is_raw
+    terminal.send(b"\x11")
+    assert terminal.wait() == 0
+    assert not terminal.is_raw
+
+
+def test_ctrl_l_draws_everything_again() -> None:
+    terminal = Terminal("plain")
+    terminal.until(lambda: "Enter sends example 1" in terminal.text)
+    wipe(terminal)
+    terminal.send(b"\x0c")
+    terminal.until(lambda: "KV pool" in terminal.text and "Enter sends example 1" in terminal.text)
+    terminal.send(b"\x11")
+    assert terminal.wait() == 0
 
 
 def test_a_terminal_that_is_closed_ends_the_program(tmp_path: Path) -> None:

@@ -39,6 +39,7 @@ CALLED: dict[type, dict[str, list[str]]] = {
         "render_partial_update": [],
         "render_strips": ["size"],
     },
+    Input: {"_position_to_cell": ["position"], "_cell_offset_to_index": ["offset"]},
     CommandPalette: {"_select_or_command": ["event"]},
     XTermParser: {"_parse_extended_key": ["sequence"], "feed": ["data"], "tick": []},
     LinuxDriver: {
@@ -59,6 +60,7 @@ HELD: dict[type, list[str]] = {
     App: ["_exception", "_background_screens", "_driver", "_screen_stack", "_return_code"],
     Screen: ["_compositor", "_dirty_widgets"],
     Compositor: ["_full_map", "_dirty_regions", "full_map", "cuts", "visible_widgets", "size"],
+    Input: ["_value"],
     XTermParser: ["_timeout_time"],
     LinuxDriver: ["_app", "_loop", "_file", "_in_band_window_resize", "attrs_before", "input_tty", "fileno"],
 }
