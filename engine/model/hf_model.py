@@ -28,6 +28,7 @@ from engine.machine import free_memory
 from engine.model.kv_cache import check_cpu_memory
 from engine.ops import get_ops
 from engine.ops.base import RopeTable, StepInput, StepPlan
+from engine.ops.cpu.threads import TorchThreads
 from engine.ops.fp8 import Kv, store
 from engine.ops.reference import ReferenceOps, attend
 from engine.sizing.kv_shape import KvShape
@@ -139,6 +140,7 @@ class HfModel:
         self.notice = "; ".join(filter(None, (NOTICE, config.notice)))
         self.ops = _ops(config, device, dtype, engine or EngineConfig())
         self.hf = hf.to(device).eval()
+        self._threads = TorchThreads() if device.type == "cpu" else None
         self.weights_bytes = sum(p.nbytes for p in hf.parameters())  # a tied head is one parameter
         self._picks_rows = "logits_to_keep" in inspect.signature(hf.forward).parameters
 
@@ -147,6 +149,8 @@ class HfModel:
 
     def forward(self, batch: StepInput, cache: Kv) -> Tensor:
         """See Decoder.forward."""
+        if self._threads is not None:
+            self._threads.follow()
         step = _Step(batch, cache, self)
         token = _current.set(step)
         try:

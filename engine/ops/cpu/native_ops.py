@@ -30,7 +30,7 @@ from engine.ops.base import (
     StepPlan,
 )
 from engine.ops.cpu import library as native
-from engine.ops.cpu.threads import ThreadChoice
+from engine.ops.cpu.threads import FreeCores, ThreadChoice, TorchThreads
 from engine.ops.fp8 import Fp8Kv, Kv
 from engine.ops.sampler import SampleRows
 from engine.ops.weights import Fp8, Int8, Quantised, Quantization
@@ -91,7 +91,9 @@ class NativeCpuOps(Ops):
         self._lib: ctypes.CDLL = lib
         self._model = model
         self._scratch: dict[str, Tensor] = {}
-        self._threads = ThreadChoice(torch.get_num_threads)
+        free = FreeCores()
+        self._torch = TorchThreads(free)
+        self._threads = ThreadChoice(torch.get_num_threads, free)
 
     # ------------------------------------------------------------------------ once at the start
 
@@ -132,6 +134,7 @@ class NativeCpuOps(Ops):
     # ------------------------------------------------------------------------------ once a step
 
     def plan(self, batch: StepInput, rope: RopeTable) -> _Plan:
+        self._torch.follow()  # sampling and masks are torch's, and wait at barriers too
         m = self._model
         tokens = len(batch.token_ids)
         tasks = _Tasks.of(batch, m.num_heads // m.num_kv_heads)
@@ -186,7 +189,7 @@ class NativeCpuOps(Ops):
     def _linear(self, x: Tensor, w: Packed, mode: int, out: Tensor) -> Tensor:
         x = x.contiguous()
         self._lib.kvtop_linear(
-            x.data_ptr(), byref(w.data.struct), out.data_ptr(), len(x), mode, torch.get_num_threads()
+            x.data_ptr(), byref(w.data.struct), out.data_ptr(), len(x), mode, self._threads.most
         )
         return out
 
@@ -220,7 +223,7 @@ class NativeCpuOps(Ops):
         m, vocab = logits.shape
         logits = logits.float().contiguous()
         params, positions = np.ascontiguousarray(rows.params), np.ascontiguousarray(rows.position)
-        threads = min(torch.get_num_threads(), m)
+        threads = min(self._threads.most, m)
         ids = torch.empty(m, dtype=torch.int64)
         self._lib.kvtop_sample(
             logits.data_ptr(),

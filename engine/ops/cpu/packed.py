@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 
 from engine.ops.base import AttentionWeights, Packed, RopeTable, StepInput, StepPlan
+from engine.ops.cpu.threads import TorchThreads
 from engine.ops.fp8 import Kv, fetch
 from engine.ops.reference import ReferenceOps
+from engine.ops.weights import Quantization
 
 
 @dataclass(slots=True)
@@ -41,6 +43,12 @@ class CpuOps(ReferenceOps):
 
     name = "cpu"
 
+    def __init__(
+        self, device: torch.device, dtype: torch.dtype, quantization: Quantization | None = None
+    ) -> None:
+        super().__init__(device, dtype, quantization)
+        self._threads = TorchThreads()
+
     def pack_plain(self, weight: Tensor, bias: Tensor | None) -> Packed:
         return Packed(weight.shape[1], weight.shape[0], _reorder(weight), bias)
 
@@ -51,6 +59,7 @@ class CpuOps(ReferenceOps):
         return super().linear(x, w)
 
     def plan(self, batch: StepInput, rope: RopeTable) -> _Plan:
+        self._threads.follow()
         single = [i for i, n in enumerate(batch.q_lens) if n == 1]
         mean = sum(batch.kv_lens_host[i] for i in single) / max(1, len(single))
         # All are padded to the longest one. A sequence that is much longer than the others is computed alone.

@@ -273,6 +273,33 @@ def test_the_budget_follows_what_steps_take() -> None:
     assert cost.tokens_within(0) < 0.6 * fast
 
 
+def test_a_step_that_only_waits_does_not_shrink_chunks() -> None:
+    """Every step takes 0.3 s whatever it computes, as on a busy machine: chunks of 16 would take 32 of them for 512
+    tokens. When that ends, chunks are what they were."""
+    cost = StepCost(SMOL)
+    cost.observe([64], [64], 0.03)
+    quiet = cost.tokens_within(0)
+    for _ in range(8):
+        cost.observe([1], [100], 0.3)
+    for _ in range(30):
+        n = cost.tokens_within(0)
+        cost.observe([n], [n], 0.3 + n * 0.0005)
+    assert 300 <= cost.tokens_within(0) <= 1000
+    for _ in range(8):
+        cost.observe([1], [100], 0.006)
+    for _ in range(20):
+        cost.observe([64], [64], 0.03)
+    assert abs(cost.tokens_within(0) / quiet - 1) < 0.3
+
+
+def test_one_step_that_was_held_up_is_no_fixed_time() -> None:
+    cost = StepCost(SMOL)
+    cost.observe([64], [64], 0.03)
+    for seconds in (0.006, 9.0) * 4:
+        cost.observe([1], [100], seconds)
+    assert cost.tokens_within(0) <= 64 * SECONDS / 0.03
+
+
 def test_the_runner_keeps_to_the_limit_it_is_given() -> None:
     assert runner().step_budget(512, 0) == 512
 
