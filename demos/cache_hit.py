@@ -10,7 +10,7 @@ from __future__ import annotations
 from statistics import median
 
 from kvtop.demo import Demo, Script, Stage, page, runs
-from kvtop.state.requests import RequestView
+from kvtop.state.request_view import RequestView
 
 BLOCK, SYSTEM, USER = 16, 2000, 200
 SHARED = SYSTEM // BLOCK

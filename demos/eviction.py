@@ -8,7 +8,7 @@ is left can still be found from the front. Each check foretells from the sizes a
 from __future__ import annotations
 
 from kvtop.demo import Demo, Script, Stage, page, runs
-from kvtop.state.requests import RequestView
+from kvtop.state.request_view import RequestView
 
 TOPICS = ("tides", "printing", "sourdough")
 ANSWER = 16
@@ -36,7 +36,7 @@ def script(stage: Stage) -> Script:
         "cached: memory that nobody wants is best used to remember."
     )
     yield stage.finished(ask(1, "What is this page about?"))
-    cached = stage.state.cached
+    cached = stage.state.pool.cached
     yield stage.caption(
         f"B ({TOPICS[1]}) took what was free: {cached} blocks are cached. C ({TOPICS[2]}) will not fit. Least recently "
         "used are A's blocks, and of a chain the last one goes first. Watch the ×."

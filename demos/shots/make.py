@@ -66,7 +66,7 @@ def answering(request: int, tokens: int) -> Moment:
 def evicted(at_least: int) -> Moment:
     """So many blocks have been evicted, some of them just now."""
     return lambda state, batch: (
-        state.evictions >= at_least and any(isinstance(e, BlocksEvicted) for e in batch.events)
+        state.pool.evictions >= at_least and any(isinstance(e, BlocksEvicted) for e in batch.events)
     )
 
 

@@ -224,8 +224,8 @@ class KvtopApp(OrderedApp):
         session, wall = self.session, self.wall()
         if session.pull():
             self._moved_at = wall
-            if session.state.stirs != self._stirs:
-                self._stirs, self._stirred_at = session.state.stirs, wall
+            if session.state.stream.stirs != self._stirs:
+                self._stirs, self._stirred_at = session.state.stream.stirs, wall
             self._watch()
         elif session.failure is not None:
             self._watch()
@@ -272,12 +272,12 @@ class KvtopApp(OrderedApp):
         if state.started is not None and not self._is_up:
             self._is_up = True
             self._started()
-        for error in state.errors[self._told_errors :]:
+        for error in state.engine.errors[self._told_errors :]:
             # A fatal one stands in the hint; that of a request in the chat.
             if error.request_id is None and not (error.fatal and self.main.live):
                 text = safe_text(error.message)
                 self.notify(text, title="Engine", severity="error", timeout=15, markup=False)
-        self._told_errors = len(state.errors)
+        self._told_errors = len(state.engine.errors)
 
     def _started(self) -> None:
         started = self.session.state.started
@@ -294,7 +294,7 @@ class KvtopApp(OrderedApp):
     def _frame(self, wall: float, every: bool) -> None:
         main, state, now = self.main, self.state, self.now
         main.state = state
-        main.map.touch(state.take_dirty())
+        main.map.touch(state.pool.take_dirty())
         main.header.badges = signs.badges(self)
         main.key_line.keys = signs.keys(self)
         signs.tell_chat(self)

@@ -26,8 +26,8 @@ _QUIT = Key("q", "quit", "q")
 def badges(app: KvtopApp) -> list[Badge]:
     """From the rare to the mode itself, which always comes last."""
     state, told = app.state, list[Badge]()
-    if state.losses:
-        told.append(Badge(f"LOST {state.losses}", "error"))
+    if state.stream.losses:
+        told.append(Badge(f"LOST {state.stream.losses}", "error"))
     if getattr(app.session.source, "problem", None):
         told.append(Badge("TRUNCATED", "warning"))
     if app.session.options.recording:
@@ -50,7 +50,7 @@ def badges(app: KvtopApp) -> list[Badge]:
 
 
 def _mode(app: KvtopApp) -> Badge:
-    if any(e.fatal for e in app.state.errors):
+    if any(e.fatal for e in app.state.engine.errors):
         return Badge("FAILED", "error")
     if app.session.frozen:
         return Badge("FROZEN", "warning")
@@ -138,7 +138,7 @@ def tell_chat(app: KvtopApp) -> None:
 def tell_next(app: KvtopApp) -> None:
     """The hint under the prompt, and a demo's caption."""
     hint, typing = app.main.hint, app.main.typing
-    fatal = next((e for e in app.state.errors if e.fatal), None)
+    fatal = next((e for e in app.state.engine.errors if e.fatal), None)
     hint.warns = fatal is not None
     if fatal is not None:
         hint.says, hint.why = safe_text(fatal.message), "ctrl+q quits"

@@ -156,12 +156,12 @@ class HeadlessRun:
             self._engine.set_slow(self._job.slow)
         if self._job.load is not None:
             self._engine.play(self._job.load)
-        while len(self._ids) < len(self._job.prompts) and self.state.stopped is None:
+        while len(self._ids) < len(self._job.prompts) and self.state.engine.stopped is None:
             self._submit()
             if not self._job.concurrent:
                 self._until(self._answered)
         self._until(self._answered if self._job.load is None else self._all_over)
-        failed = next((e.message for e in self.state.errors if e.fatal), None)
+        failed = next((e.message for e in self.state.engine.errors if e.fatal), None)
         if failed is not None:
             self._talk.say(failed)
         self._engine.stop()
@@ -200,7 +200,7 @@ class HeadlessRun:
 
     def _until(self, done: Callable[[], bool]) -> None:
         """Follow the events until `done`, or until the engine has stopped."""
-        while not done() and self.state.stopped is None:
+        while not done() and self.state.engine.stopped is None:
             self._take(self._batches.get())
 
     def _take(self, batch: StepBatch) -> None:

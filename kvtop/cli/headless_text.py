@@ -10,7 +10,7 @@ from typing import Any, TextIO
 
 from engine.events import EngineStarted, ModelLoading, StepBatch
 from kvtop.state.dashboard import DashboardState
-from kvtop.state.requests import RequestView
+from kvtop.state.request_view import RequestView
 from kvtop.state.series import percentile
 from kvtop.text import cut, safe_text
 from kvtop.units import NONE, count, duration, percent, rate, size
@@ -82,14 +82,14 @@ def figures(state: DashboardState) -> list[str]:
     views = [v for v in state.requests.values() if v.usage is not None]
     ttft = [v.ttft for v in views if v.ttft is not None]
     itl = [gap for v in views for gap in v.itl]
-    hit = state.hit_rate()
+    hit, requests = state.cache.hit_rate(), state.requests
     lines = [
-        f"{count(len(views))} requests in {duration(state.t)}: {count(state.output_tokens)} tokens, "
-        f"{rate(state.output_tokens / max(state.t, 1e-9), 'tok/s')}",
-        f"prefix cache: {NONE if hit is None else percent(hit)} of {count(state.query_tokens)} prompt tokens read, "
-        f"{count(state.evictions)} blocks evicted",
-        f"{count(state.preemptions)} preemptions lost {count(state.tokens_lost)} tokens, of which the cache gave "
-        f"{count(state.tokens_back)} back; {count(state.refused)} refused",
+        f"{count(len(views))} requests in {duration(state.t)}: {count(state.steps.output_tokens)} tokens, "
+        f"{rate(state.steps.output_tokens / max(state.t, 1e-9), 'tok/s')}",
+        f"prefix cache: {NONE if hit is None else percent(hit)} of {count(state.cache.query_tokens)} prompt "
+        f"tokens read, {count(state.pool.evictions)} blocks evicted",
+        f"{count(requests.preemptions)} preemptions lost {count(requests.tokens_lost)} tokens, of which the cache "
+        f"gave {count(requests.tokens_back)} back; {count(requests.refused)} refused",
     ]
     for name, values in (("first token", ttft), ("between tokens", itl)):
         p50, p99 = (percentile(values, q) for q in (50, 99))

@@ -95,8 +95,8 @@ class Motion:
         if state.generation != self._generation:
             self.reset()
             self._generation, self._seen = state.generation, 0
-        new = min(state.num_moments - self._seen, len(state.moments))
-        self._seen = state.num_moments
+        new = min(state.moments.total - self._seen, len(state.moments))
+        self._seen = state.moments.total
         for moment in reversed(list(islice(reversed(state.moments), new))):
             age = state.t - moment.t
             self._start(state, moment, wall if age < STALE else wall - age)

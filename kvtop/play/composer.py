@@ -246,10 +246,10 @@ class Composer:
             if len(example.prompts) > 1 and others and state.block_size:
                 # Pages are alike in length: so many blocks as the largest so far.
                 need = len(example.prompts) * max(-(-v.prompt_tokens // state.block_size) for v in others)
-                if need <= state.blocks_until_eviction:
+                if need <= state.pool.blocks_until_eviction:
                     return "they fit into the blocks that are free: nothing has to be evicted"
             return example.why
-        cached, total = sum(bool(state.find(h)) for h in hashes), len(hashes)
+        cached, total = sum(bool(state.pool.find(h)) for h in hashes), len(hashes)
         if cached == total:
             return f"all its {total:,} full blocks are cached: they are read, and only the end is computed"
         if cached:

@@ -25,7 +25,7 @@ from kvtop.settings import data_folder
 
 if TYPE_CHECKING:
     from kvtop.state.dashboard import DashboardState
-    from kvtop.state.requests import RequestView
+    from kvtop.state.request_view import RequestView
 
 # ------------------------------------------------------------------------------------ what a demo is
 
@@ -113,7 +113,7 @@ class Stage:
             salt=salt,
             spans=spans,
         )
-        return rid - self.state.skipped
+        return rid - self.state.requests.skipped
 
     def finished(self, *request_ids: int) -> Until:
         """`yield stage.finished(a, b)`: wait until all of these requests are done."""
@@ -132,7 +132,7 @@ class Stage:
         self.figures.update(values)
 
     def _begins(self) -> bool:
-        if self.state.num_hashes:
+        if self.state.pool.num_hashes:
             return False
         self.state.begin_anew()
         self.warming = False
@@ -210,7 +210,7 @@ class Performance:
         return moved
 
     def _may_go_on(self) -> bool:
-        fatal = next((e for e in self.stage.state.errors if e.fatal), None)
+        fatal = next((e for e in self.stage.state.engine.errors if e.fatal), None)
         if fatal is not None:
             self._close(fatal.message)
             return False

@@ -197,9 +197,9 @@ class Session:
 
     def abort(self, picked: int | None) -> None:
         """The picked request if it runs, else the newest running one."""
-        running = self.state.running
+        running = self.state.requests.running
         if self.engine is not None and running:
-            self.engine.abort((picked if picked in running else running[-1]) + self.state.skipped)
+            self.engine.abort((picked if picked in running else running[-1]) + self.state.requests.skipped)
 
     def abort_answers(self) -> int:
         """All that the prompt has asked for and that has not finished. Returns how many these are."""

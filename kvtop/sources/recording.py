@@ -182,7 +182,7 @@ class RecordingSource:
         self._restart(t)
         frames = [f for f in self._frames if f[0] <= target]
         best = frames[-1] if frames else None
-        applied = self._state.num_batches
+        applied = self._state.stream.num_batches
         if applied != self._at:  # drained, but the owner threw batches away: start from what is known
             best = best or (0, DashboardState())
         if best is not None and (target < self._at or best[0] > self._at or applied != self._at):
@@ -210,7 +210,7 @@ class RecordingSource:
     def _keep_frame(self) -> None:
         """A key-frame of the attached state, if one is due and the state is where we are."""
         at, frames = self._at, self._frames
-        if not at or self._state.num_batches != at:
+        if not at or self._state.stream.num_batches != at:
             return
         place = bisect_right(frames, at, key=lambda f: f[0])
         before = frames[place - 1][0] if place else 0

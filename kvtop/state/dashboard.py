@@ -1,115 +1,176 @@
-"""DashboardState: everything the screen, the headless summary and the demos' verdicts know.
+"""DashboardState: everything that the screen, the headless summary and the demos' verdicts know.
 
-A pure function of the batches applied so far; no clock, no engine, no terminal. Exact: after every batch the
-blocks are what the pool's law says. A lost batch or a broken law counts in `losses` (raises with
-strict=True); pool events are then left out until the next PoolSnapshot. What is known and how it is
-read is in Facts, what each event does to it in PoolRules and RequestRules.
+A pure function of the batches applied so far; no clock, no engine, no terminal. It is composed of parts and owns
+nothing else: each part takes the events that it cares for and can be copied, so that a new event touches one part and
+a seek cannot forget a field. Invariant: after every batch the blocks are what the pool's law says. A lost batch or a
+broken law is counted (raised with strict=True); pool events are then left out until the next PoolSnapshot.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 
 from engine import events as ev
-from kvtop.state.facts import Moment
+from kvtop.state.blocks import BlockInfo, BlockState, block_info
+from kvtop.state.engine import EngineInfo, PrefixCache, Steps, Vocabulary
 from kvtop.state.history import History
+from kvtop.state.moments import Moment, Moments
+from kvtop.state.part import Part
+from kvtop.state.pool import Pool
 from kvtop.state.pool_mirror import StateError
-from kvtop.state.pool_rules import PoolRules
-from kvtop.state.pool_view import BlockInfo, BlockState
-from kvtop.state.request_rules import RequestRules
-from kvtop.state.requests import RequestView, SequenceView
+from kvtop.state.request_view import RequestView, SequenceView
+from kvtop.state.requests import Requests
 from kvtop.state.series import Series
+from kvtop.state.stream import Stream
+from kvtop.state.twin import NaiveTwin
 
 __all__ = ["BlockInfo", "BlockState", "DashboardState", "Moment", "RequestView", "SequenceView", "StateError"]
 
+PARTS = (
+    "twin",
+    "engine",
+    "vocabulary",
+    "pool",
+    "stream",
+    "history",
+    "requests",
+    "cache",
+    "steps",
+    "series",
+    "moments",
+)
+"""In the order in which they take an event."""
 
-class DashboardState(PoolRules, RequestRules):
-    """See the module. Everything public is for reading; only `apply` and `restore` write."""
+Handler = Callable[[Any, "DashboardState"], None]
+
+
+class DashboardState:
+    """See the module. Everything public is for reading; only `apply`, `restore` and `begin_anew` write."""
+
+    __slots__ = (*PARTS, "_handlers", "_handlers_unsynced")
+
+    def __init__(self, *, strict: bool = False) -> None:
+        self.twin = NaiveTwin()
+        self.engine = EngineInfo()
+        self.vocabulary = Vocabulary()
+        self.pool = Pool()
+        self.stream = Stream(strict)
+        self.history = History()
+        self.requests = Requests()
+        self.cache = PrefixCache()
+        self.steps = Steps()
+        self.series = Series()
+        self.moments = Moments()
+        self._connect()
+
+    # ------------------------------------------------------------------------------------- batches
 
     def apply(self, batch: ev.StepBatch) -> None:
         """Take the next batch. O(events). With strict=True raises StateError on the first broken law."""
-        if self.skipped:
-            batch = _renumbered(batch, self.skipped)
-        if batch.seq != self.seq + 1 or batch.first_event != self.num_events or batch.t < self.t:
-            self._discontinuity(batch)
-        self.seq, self.step = batch.seq, batch.step
-        self.num_batches += 1
-        self.t = max(self.t, batch.t)
-        self.num_events = batch.first_event + len(batch.events)
-        self.stirs += any(type(e) is not ev.DeviceSample for e in batch.events)
-        self._slow = any(type(e) is ev.StepCompleted and e.slow for e in batch.events)
-        if self._slow:
-            for i in (*self.waiting, *self.running):
-                if self.requests[i].t_first is None:
-                    self.requests[i].slow = True
-        self.twin.apply(batch)
+        if self.requests.skipped:
+            batch = _renumbered(batch, self.requests.skipped)
+        stream = self.stream
+        problem = stream.discontinuity(batch)
+        if problem is not None:
+            self._lose(*problem)
+        stream.begin(batch)
+        if stream.slow:
+            self.requests.slow_down()
+        self.twin.begin(batch)
         for e in batch.events:
-            handler = self._handlers.get(type(e))
-            if handler is None:
-                name = getattr(e, "type", type(e).__name__)
-                self.unknown[name] = self.unknown.get(name, 0) + 1
-                continue
-            if not self.synced and type(e) in ev.POOL_EVENTS:
+            handlers = (self._handlers if stream.synced else self._handlers_unsynced).get(type(e))
+            if handlers is None:
+                stream.skip(e)
                 continue
             try:
-                handler(self, e)
+                for handle in handlers:
+                    handle(e, self)
             except (StateError, ValueError) as error:
                 self._lose(1, f"batch {batch.seq}: {error}")
+        self.twin.end()
 
     def begin_anew(self) -> None:
         """Forget the requests so far (a warm-up) with all their figures, and count those to come from 1.
         What the blocks hold stays; nothing may be waiting or running. Raises ValueError if something is."""
-        if self.waiting or self.running:
+        requests = self.requests
+        if requests.waiting or requests.running:
             raise ValueError("requests are under way")
-        self.skipped += max(self.requests, default=0)
-        self.requests, self.sequences, self._request_of = {}, {}, {}
-        self._finished.clear()
+        self.requests = Requests(skipped=requests.skipped + max(requests, default=0))
+        self.cache, self.steps, self.series = PrefixCache(), Steps(), Series()
         self.moments.clear()
-        self.series = Series()
-        if not self.num_hashes:
-            self.history = History(max(4 * self.num_blocks, 20_000))
-        self.lookups = self.query_tokens = self.hit_tokens = self.evictions = self.duplicates = 0
-        self.copies = self.preemptions = self.refused = self.output_tokens = 0
-        self.scheduled = self.completed = self.latest_lookup = None
-        self.generation += 1
-
-    def take_dirty(self) -> npt.NDArray[np.int64]:
-        """Ids of the blocks that may look different from the last call, each once."""
-        return self.pool.take_dirty()
+        self.pool.forget_counts()
+        if not self.pool.num_hashes:
+            self.history = History(self.history.limit)
+        self.stream.generation += 1
+        self._connect()
 
     def copy(self) -> DashboardState:
         """An independent state that goes on from here."""
         other = DashboardState.__new__(DashboardState)
-        other.__dict__.update(self.__dict__)
-        other.unknown, other.errors = self.unknown.copy(), self.errors[:]
-        other.requests = {i: r.copy() for i, r in self.requests.items()}
-        other.pool, other.history, other.series = self.pool.copy(), self.history.copy(), self.series.copy()
-        other.twin = self.twin.copy()
-        other.sequences = {i: s.copy() for i, s in self.sequences.items()}
-        for i, s in other.sequences.items():
-            s.table = other.pool.mirror.tables.get(i, [])
-        other.waiting, other.running = self.waiting[:], self.running[:]
-        other.moments, other._finished = self.moments.copy(), self._finished.copy()
-        other._moved = self._moved.copy()
-        other._pieces, other._request_of = self._pieces.copy(), self._request_of.copy()
+        for name in PARTS:
+            setattr(other, name, getattr(self, name).copy())
+        other._connect()
         return other
 
     def restore(self, other: DashboardState) -> None:
-        """Become a copy of `other` in place, so that whoever holds this state sees it (seeking)."""
+        """Become a copy of `other` in place, so that everyone who holds this state sees it (seeking)."""
         generation = max(self.generation, other.generation) + 1
-        self.__dict__.update(other.copy().__dict__)
-        self.generation = generation
+        for name in PARTS:
+            setattr(self, name, getattr(other, name).copy())
+        self.stream.generation = generation
+        self.pool.columns.mark_all_dirty()
+        self._connect()
+
+    # ------------------------------------------------------------------------------------- reading
+
+    @property
+    def t(self) -> float:
+        """Seconds on the batches' clock."""
+        return self.stream.t
+
+    @property
+    def seq(self) -> int:
+        """Number of the latest batch, -1 before the first."""
+        return self.stream.seq
+
+    @property
+    def generation(self) -> int:
+        """Goes up when everything may have changed at once."""
+        return self.stream.generation
+
+    @property
+    def started(self) -> ev.EngineStarted | None:
+        """What the engine announced at its start."""
+        return self.engine.started
+
+    @property
+    def num_blocks(self) -> int:
+        """Physical blocks, the null block included; 0 before EngineStarted."""
+        return 0 if self.engine.started is None else self.engine.started.num_blocks
+
+    @property
+    def block_size(self) -> int:
+        """Tokens a block; 0 before EngineStarted."""
+        return 0 if self.engine.started is None else self.engine.started.block_size
+
+    def table(self, request_id: int) -> list[int]:
+        """Physical ids of branch 0; after the end as last known."""
+        view = self.requests[request_id]
+        live = self.pool.table(view.seq_ids[0]) if view.seq_ids else []
+        return (live or view.last_table)[:]
+
+    def block(self, block: int) -> BlockInfo:
+        """Everything about one block. Raises IndexError outside the pool."""
+        return block_info(self, block)
 
     def summary(self) -> dict[str, Any]:
         """The headless summary object; figures that do not exist are absent."""
         out: dict[str, Any] = {"schema": ev.SCHEMA, "type": "summary"}
-        if self.started is not None:
-            s = self.started
+        s, requests, cache, steps = self.started, self.requests, self.cache, self.steps
+        if s is not None:
             out |= {
                 "source": s.source,
                 "model": s.model,
@@ -120,81 +181,58 @@ class DashboardState(PoolRules, RequestRules):
                 "usable_blocks": s.num_blocks - 1,
                 "bytes_per_block": s.bytes_per_block,
             }
-        cache: dict[str, Any] = {
-            "lookups": self.lookups,
-            "query_tokens": self.query_tokens,
-            "hit_tokens": self.hit_tokens,
+        prefix_cache: dict[str, Any] = {
+            "lookups": cache.lookups,
+            "query_tokens": cache.query_tokens,
+            "hit_tokens": cache.hit_tokens,
         }
-        rate = self.hit_rate()
+        rate = cache.hit_rate()
         if rate is not None:
-            cache["hit_rate"] = round(rate, 6)
+            prefix_cache["hit_rate"] = round(rate, 6)
         out |= {
-            "requests": [r.summary() for r in self.requests.values()],
-            "prefix_cache": cache,
-            "evictions": self.evictions,
+            "requests": [r.summary() for r in requests.values()],
+            "prefix_cache": prefix_cache,
+            "evictions": self.pool.evictions,
         }
-        if self.preemptions:
+        if requests.preemptions:
             out["preemptions"] = {
-                "count": self.preemptions,
-                "lost_tokens": self.tokens_lost,
-                "returned_tokens": self.tokens_back,
+                "count": requests.preemptions,
+                "lost_tokens": requests.tokens_lost,
+                "returned_tokens": requests.tokens_back,
             }
-        if self.audited_hits:
+        if cache.audited_hits:
             out["audit"] = {
-                "hits": self.audited_hits,
-                "blocks": self.audited_blocks,
-                "wrong": self.wrong_blocks,
+                "hits": cache.audited_hits,
+                "blocks": cache.audited_blocks,
+                "wrong": cache.wrong_blocks,
             }
-        if self.drafts:
-            out["speculation"] = {"proposed": self.drafts, "accepted": self.drafts_accepted}
-        if self.losses:
-            out["losses"] = self.losses
+        if steps.drafts:
+            out["speculation"] = {"proposed": steps.drafts, "accepted": steps.drafts_accepted}
+        if self.stream.losses:
+            out["losses"] = self.stream.losses
         return out
 
-    def _discontinuity(self, batch: ev.StepBatch) -> None:
-        if batch.seq != self.seq + 1:
-            missing = batch.seq - self.seq - 1
-            self._lose(max(1, missing), f"batch {batch.seq} follows batch {self.seq}: seq is not contiguous")
-        elif batch.first_event != self.num_events:
-            told = f"first_event is {batch.first_event} after {self.num_events} events"
-            self._lose(1, f"batch {batch.seq}: {told}: not contiguous")
-        else:
-            text = f"batch {batch.seq}: t went back from {self.t} to {batch.t}"
-            if self.strict:
-                raise StateError(text)
+    # ------------------------------------------------------------------------------------- inside
 
-    _handlers: ClassVar[dict[type, Callable[[DashboardState, Any], None]]] = {
-        ev.BlocksAllocated: PoolRules._on_allocated,
-        ev.BlocksTouched: PoolRules._on_touched,
-        ev.BlocksCopied: PoolRules._on_copied,
-        ev.BlocksReleased: PoolRules._on_released,
-        ev.BlocksStored: PoolRules._on_stored,
-        ev.BlocksEvicted: PoolRules._on_evicted,
-        ev.CacheCleared: PoolRules._on_cleared,
-        ev.PoolSnapshot: PoolRules._on_snapshot,
-        ev.ModelLoading: RequestRules._on_loading,
-        ev.EngineStarted: RequestRules._on_started,
-        ev.EngineStopped: RequestRules._on_stopped,
-        ev.EngineError: RequestRules._on_error,
-        ev.HitAudited: RequestRules._on_audited,
-        ev.DeviceSample: RequestRules._on_device,
-        ev.KernelsProfiled: RequestRules._on_profiled,
-        ev.GraphCaptured: RequestRules._on_graph,
-        ev.RequestQueued: RequestRules._on_queued,
-        ev.PrefixLookup: RequestRules._on_lookup,
-        ev.AdmissionBlocked: RequestRules._on_blocked,
-        ev.RequestAdmitted: RequestRules._on_admitted,
-        ev.RequestPreempted: RequestRules._on_preempted,
-        ev.RequestFinished: RequestRules._on_finished,
-        ev.StepScheduled: RequestRules._on_scheduled,
-        ev.TokensSampled: RequestRules._on_sampled,
-        ev.TokenLogprobs: RequestRules._on_logprobs,
-        ev.TokenPieces: RequestRules._on_pieces,
-        ev.SequenceForked: RequestRules._on_forked,
-        ev.BeamPruned: RequestRules._on_pruned,
-        ev.DraftVerified: RequestRules._on_verified,
-        ev.StepCompleted: RequestRules._on_completed,
-    }
+    def _connect(self) -> None:
+        """Event type -> what takes it, over all parts. Needed again when a part is another object."""
+        self._handlers: dict[type, list[Handler]] = {}
+        for name in PARTS:
+            part: Part = getattr(self, name)
+            for event, method in part.handlers.items():
+                self._handlers.setdefault(event, []).append(getattr(part, method))
+        # The twin has no blocks that could be wrong: it follows pool events also while the pool is out of step.
+        only_twin: dict[type, list[Handler]] = {e: [] for e in ev.POOL_EVENTS}
+        for event, method in self.twin.handlers.items():
+            if event in only_twin:
+                only_twin[event].append(getattr(self.twin, method))
+        self._handlers_unsynced: dict[type, list[Handler]] = {**self._handlers, **only_twin}
+
+    def _lose(self, count: int, text: str) -> None:
+        if self.stream.strict:
+            raise StateError(text)
+        self.stream.lose(count)
+        self.moments.note(self, "lost", detail=text)
 
 
 def _renumbered(batch: ev.StepBatch, skipped: int) -> ev.StepBatch:

@@ -12,9 +12,8 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
-    from kvtop.state.dashboard import DashboardState
     from kvtop.state.history import History, Stored
-    from kvtop.state.requests import RequestView
+    from kvtop.state.request_view import RequestView
 
 Reason = Literal[
     "none",
@@ -62,12 +61,6 @@ class Explanation:
         return {k: v for k, v in row.items() if v is not None}
 
 
-def explain(state: DashboardState, request_id: int) -> Explanation | None:
-    """Of the request's first look-up; None before it, and where there is no prefix cache. Raises
-    KeyError for an unknown request."""
-    return state.requests[request_id].explanation
-
-
 Found = Callable[..., Explanation]
 
 
@@ -81,7 +74,7 @@ class Look:
     history: History
     running: Iterable[RequestView]
     """The other requests in flight."""
-    request_of: dict[int, int | None]
+    request_of: dict[int, int]
     """seq_id -> request_id, as far as it is known."""
 
 

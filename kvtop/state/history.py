@@ -7,7 +7,13 @@ the oldest that are gone from the table are dropped.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+from engine import events as ev
+from kvtop.state.part import Part, takes
+
+if TYPE_CHECKING:
+    from kvtop.state.dashboard import DashboardState
 
 
 class Gone(NamedTuple):
@@ -35,7 +41,7 @@ class Stored(NamedTuple):
     gone: Gone | None = None
 
 
-class History:
+class History(Part):
     """Records by hash, newest last."""
 
     __slots__ = ("_children", "_records", "limit", "root")
@@ -46,14 +52,6 @@ class History:
         """The parent of every block 0, once one was stored."""
         self._records: dict[str, Stored] = {}
         self._children: dict[str, list[str]] = {}
-
-    def copy(self) -> History:
-        """Independent; records are shared."""
-        other = History(self.limit)
-        other.root = self.root
-        other._records = self._records.copy()
-        other._children = {h: c[:] for h, c in self._children.items()}
-        return other
 
     def __len__(self) -> int:
         return len(self._records)
@@ -67,7 +65,30 @@ class History:
         names = self._children.get(parent, [])
         return [self._records[h] for h in names[: -most - 1 : -1]]
 
-    def stored(self, record: Stored) -> None:
+    @takes(ev.EngineStarted)
+    def _started(self, e: ev.EngineStarted, state: DashboardState) -> None:
+        self.limit = limit(e.num_blocks)
+
+    @takes(ev.BlocksStored)
+    def _stored(self, e: ev.BlocksStored, state: DashboardState) -> None:
+        parent, size, t = e.parent, state.block_size, state.stream.t
+        for k, h in enumerate(e.hashes):
+            tokens = tuple(e.token_ids[k * size : (k + 1) * size])
+            salt = e.salt if e.start_index + k == 0 else None
+            self._remember(Stored(h, parent, e.start_index + k, tokens, salt, e.seq_id, t))
+            parent = h
+
+    @takes(ev.BlocksEvicted)
+    def _evicted(self, e: ev.BlocksEvicted, state: DashboardState) -> None:
+        for content in state.pool.lost:
+            self._left(content.hash, Gone(state.stream.t, e.why, e.by_seq, content.hits, content.born))
+
+    @takes(ev.CacheCleared)
+    def _cleared(self, e: ev.CacheCleared, state: DashboardState) -> None:
+        for content in state.pool.lost:
+            self._left(content.hash, Gone(state.stream.t, "reset", None, content.hits, content.born))
+
+    def _remember(self, record: Stored) -> None:
         """A content entered the table (perhaps again)."""
         old = self._records.pop(record.hash, None)
         self._records[record.hash] = record
@@ -78,7 +99,7 @@ class History:
             if len(self._records) > 2 * self.limit:
                 self._trim()
 
-    def left(self, hash_: str, gone: Gone) -> None:
+    def _left(self, hash_: str, gone: Gone) -> None:
         """The last block of this content lost its hash."""
         record = self._records.get(hash_)
         if record is not None:
@@ -94,3 +115,8 @@ class History:
                 del self._children[parent]
         if len(self._records) > self.limit * 3 // 2:
             self.limit = len(self._records)  # a table larger than the limit must not trim at every store
+
+
+def limit(num_blocks: int) -> int:
+    """Records to keep for a pool of this size."""
+    return max(4 * num_blocks, 20_000)

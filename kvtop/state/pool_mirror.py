@@ -23,13 +23,14 @@ from engine.events import (
     PoolSnapshot,
     from_runs,
 )
+from kvtop.state.part import Copied
 
 
 class StateError(Exception):
     """An event that the law forbids. The message is one line and names the law that broke."""
 
 
-class PoolMirror:
+class PoolMirror(Copied):
     """Blocks 1..num_blocks-1 of `block_size` tokens. Lists are indexed by physical block id.
 
     `key[b]` is valid where `ref[b]` is 0; smaller leaves sooner. `where[h]` are the blocks that carry
@@ -66,18 +67,6 @@ class PoolMirror:
         self._fifo = deque((b, b) for b in range(1, num_blocks))
         self._head = 0
         self._tail = num_blocks
-
-    def copy(self) -> PoolMirror:
-        """An independent mirror in the same state; strings and tuples are shared."""
-        other = PoolMirror.__new__(PoolMirror)
-        other.num_blocks, other.block_size = self.num_blocks, self.block_size
-        other.ref, other.key, other.hash = self.ref[:], self.key[:], self.hash[:]
-        other.where = self.where.copy()
-        other.tables = {s: t[:] for s, t in self.tables.items()}
-        other.active, other.cached = self.active, self.cached
-        other._stack, other._fifo = self._stack[:], self._fifo.copy()
-        other._head, other._tail = self._head, self._tail
-        return other
 
     # ------------------------------------------------------------------------------------ reading
 

@@ -2,17 +2,23 @@
 
 Owns the buffers and their arithmetic (percentiles, per-second rates); knows no widget. A series is a
 function of the events alone: the same recording gives the same curves at any replay speed. Steps that
-slow motion stretched are kept out by whoever adds points.
+slow motion stretched are left out of the latencies.
 """
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
+
+from engine import events as ev
+from kvtop.state.part import Copied, Part, takes
+
+if TYPE_CHECKING:
+    from kvtop.state.dashboard import DashboardState
 
 LATEST = 1000
 """Newest points that every p50, p99 and max on the screen is taken of, however many a graph shows."""
@@ -20,7 +26,7 @@ LATEST = 1000
 Floats = npt.NDArray[np.float64]
 
 
-class Ring:
+class Ring(Copied):
     """The last `capacity` rows (t, value, tag), oldest first when read.
 
     t and value in seconds or what the owner says; tag is a second figure of the same point, for example
@@ -72,17 +78,8 @@ class Ring:
         """q in 0..100 over the points with t >= since; None without points."""
         return percentile(self.values(since), q)
 
-    def copy(self) -> Ring:
-        """An independent ring with the same points."""
-        return copy.deepcopy(self)
 
-    def __deepcopy__(self, memo: dict[int, object]) -> Ring:
-        other = Ring.__new__(Ring)
-        other._rows, other._count = self._rows.copy(), self._count
-        return other
-
-
-class Rate:
+class Rate(Copied):
     """Amounts summed in buckets of `bucket` seconds; reads as amount per second."""
 
     __slots__ = ("_last", "_peak", "_start", "_sums", "bucket", "total")
@@ -140,20 +137,9 @@ class Rate:
         self._last = i
         return i
 
-    def __deepcopy__(self, memo: dict[int, object]) -> Rate:
-        other = Rate.__new__(Rate)
-        other.bucket, other.total, other._last, other._start = (
-            self.bucket,
-            self.total,
-            self._last,
-            self._start,
-        )
-        other._sums, other._peak = self._sums.copy(), self._peak
-        return other
 
-
-@dataclass(slots=True)
-class Series:
+@dataclass(slots=True, eq=False)
+class Series(Part):
     """Everything that a graph shows.
 
     ttft: (t of the first token, seconds since arrival, tokens read from the cache), requests that no
@@ -174,9 +160,42 @@ class Series:
     memory: Ring = field(default_factory=Ring)
     power: Ring = field(default_factory=Ring)
 
-    def copy(self) -> Series:
-        """Independent buffers with the same content."""
-        return copy.deepcopy(self)
+    @takes(ev.BlocksEvicted)
+    def _evicted(self, e: ev.BlocksEvicted, state: DashboardState) -> None:
+        if e.why == "reallocated":
+            self.evictions.add(state.stream.t, len(e.ids))
+
+    @takes(ev.DeviceSample)
+    def _device(self, e: ev.DeviceSample, state: DashboardState) -> None:
+        for ring, value in ((self.util, e.util), (self.memory, e.memory), (self.power, e.power)):
+            if value is not None:
+                ring.add(state.stream.t, value)
+
+    @takes(ev.PrefixLookup)
+    def _looked_up(self, e: ev.PrefixLookup, state: DashboardState) -> None:
+        if not e.resumed:
+            self.hit_rate.add(state.stream.t, state.cache.hit_tokens / max(1, state.cache.query_tokens))
+
+    @takes(ev.StepScheduled)
+    def _scheduled(self, e: ev.StepScheduled, state: DashboardState) -> None:
+        if state.requests.prefill:
+            self.prefill.add(state.stream.t, state.requests.prefill)
+
+    @takes(ev.TokensSampled)
+    def _sampled(self, e: ev.TokensSampled, state: DashboardState) -> None:
+        t, (tokens, first, gaps) = state.stream.t, state.requests.sampled
+        if tokens:
+            self.output.add(t, tokens)
+        for seconds, cached in first:
+            self.ttft.add(t, seconds, cached)
+        for seconds, times, computed in gaps:
+            for _ in range(times):
+                self.itl.add(t, seconds, computed)
+
+    @takes(ev.StepCompleted)
+    def _completed(self, e: ev.StepCompleted, state: DashboardState) -> None:
+        seconds = e.t_schedule + e.t_prepare + e.t_forward + e.t_sample
+        self.step.add(state.stream.t, seconds, e.decode_tokens + e.prefill_tokens)
 
 
 def percentile(values: Floats | Sequence[float], q: float) -> float | None:

@@ -8,14 +8,17 @@ are all the slots; what a sequence keeps is never lost to preemption, since a re
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from heapq import heappop, heappush
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING
 
 from engine import events as ev
+from kvtop.state.part import Part, takes
+
+if TYPE_CHECKING:
+    from kvtop.state.dashboard import DashboardState
 
 
-class NaiveTwin:
+class NaiveTwin(Part):
     """All figures are token slots or sequences, as of the last batch applied.
 
     All reservations have one length, so gaps are whole multiples of it and the rest at the end: the first fit
@@ -66,15 +69,6 @@ class NaiveTwin:
         self._seq = -1
         self._gap = False
 
-    def copy(self) -> NaiveTwin:
-        """An independent twin in the same state."""
-        other = NaiveTwin.__new__(NaiveTwin)
-        for name in NaiveTwin.__slots__:
-            value = getattr(self, name)
-            setattr(other, name, value if isinstance(value, int) else value.copy())
-        other._requests = {i: s[:] for i, s in self._requests.items()}
-        return other
-
     # ------------------------------------------------------------------------------------ reading
 
     @property
@@ -108,52 +102,60 @@ class NaiveTwin:
 
     # --------------------------------------------------------------------------------- the events
 
-    def apply(self, batch: ev.StepBatch) -> None:
-        """Take the next batch. O(events). After a gap in the stream the next PoolSnapshot says who is left."""
+    def begin(self, batch: ev.StepBatch) -> None:
+        """A batch begins. After a gap in the stream the next PoolSnapshot says who is left."""
         self._gap |= batch.seq != self._seq + 1
         self._seq = batch.seq
-        for e in batch.events:
-            handler = self._handlers.get(type(e))
-            if handler is not None:
-                handler(self, e)
+
+    def end(self) -> None:
+        """All events of the batch have come."""
         # A branch that ends alone has no event of its own: it gives all its blocks back and is not preempted.
         while self._ended:
             self._leave(self._ended.pop())
         self._serve()
 
-    def _on_started(self, e: ev.EngineStarted) -> None:
+    @takes(ev.EngineStarted)
+    def _started(self, e: ev.EngineStarted, state: DashboardState) -> None:
         fresh = NaiveTwin(e.num_blocks * e.block_size, max(1, e.max_model_len))
         fresh._seq, fresh._gap = self._seq, self._gap
         for name in NaiveTwin.__slots__:
             setattr(self, name, getattr(fresh, name))
 
-    def _on_admitted(self, e: ev.RequestAdmitted) -> None:
+    @takes(ev.RequestAdmitted)
+    def _admitted(self, e: ev.RequestAdmitted, state: DashboardState) -> None:
         if e.seq_id not in self._tokens:  # else it is resumed, and has never left here
             self._enter(e.seq_id, e.request_id, e.cached_tokens)
 
-    def _on_forked(self, e: ev.SequenceForked) -> None:
+    @takes(ev.SequenceForked)
+    def _forked(self, e: ev.SequenceForked, state: DashboardState) -> None:
         self._enter(e.child, e.request_id, self._tokens.get(e.parent, 0))
 
-    def _on_sampled(self, e: ev.TokensSampled) -> None:
+    @takes(ev.TokensSampled)
+    def _sampled(self, e: ev.TokensSampled, state: DashboardState) -> None:
         self._compute(dict(zip(e.seq_ids, e.num_computed, strict=True)))
 
-    def _on_preempted(self, e: ev.RequestPreempted) -> None:
+    @takes(ev.RequestPreempted)
+    def _preempted(self, e: ev.RequestPreempted, state: DashboardState) -> None:
         known = [i for i in e.seq_ids if i in self._tokens]
         self._kept.update(known)
         self._ended.difference_update(known)
 
-    def _on_pruned(self, e: ev.BeamPruned) -> None:
+    @takes(ev.BeamPruned)
+    def _pruned(self, e: ev.BeamPruned, state: DashboardState) -> None:
         self._leave(e.seq_id)
 
-    def _on_finished(self, e: ev.RequestFinished) -> None:
+    @takes(ev.RequestFinished)
+    def _finished(self, e: ev.RequestFinished, state: DashboardState) -> None:
         for seq_id in self._requests.pop(e.request_id, ()):
             self._leave(seq_id)
 
-    def _on_taken(self, e: ev.BlocksAllocated | ev.BlocksTouched) -> None:
+    @takes(ev.BlocksAllocated, ev.BlocksTouched)
+    def _taken(self, e: ev.BlocksAllocated | ev.BlocksTouched, state: DashboardState) -> None:
         self._blocks[e.seq_id] = self._blocks.get(e.seq_id, 0) + len(e.ids)
         self._ended.discard(e.seq_id)
 
-    def _on_released(self, e: ev.BlocksReleased) -> None:
+    @takes(ev.BlocksReleased)
+    def _released(self, e: ev.BlocksReleased, state: DashboardState) -> None:
         left = self._blocks.get(e.seq_id, 0) - len(e.ids)
         if left > 0:
             self._blocks[e.seq_id] = left
@@ -161,7 +163,8 @@ class NaiveTwin:
         self._blocks.pop(e.seq_id, None)
         self._ended.add(e.seq_id)
 
-    def _on_snapshot(self, e: ev.PoolSnapshot) -> None:
+    @takes(ev.PoolSnapshot)
+    def _snapshot(self, e: ev.PoolSnapshot, state: DashboardState) -> None:
         if not self._gap:
             return
         self._gap = False
@@ -217,17 +220,3 @@ class NaiveTwin:
                 self._fresh += 1
             self.place[seq_id] = place
             self.filled += self._tokens[seq_id]
-
-    _handlers: ClassVar[dict[type, Callable[[NaiveTwin, Any], None]]] = {
-        ev.EngineStarted: _on_started,
-        ev.RequestAdmitted: _on_admitted,
-        ev.SequenceForked: _on_forked,
-        ev.TokensSampled: _on_sampled,
-        ev.RequestPreempted: _on_preempted,
-        ev.BeamPruned: _on_pruned,
-        ev.RequestFinished: _on_finished,
-        ev.BlocksAllocated: _on_taken,
-        ev.BlocksTouched: _on_taken,
-        ev.BlocksReleased: _on_released,
-        ev.PoolSnapshot: _on_snapshot,
-    }

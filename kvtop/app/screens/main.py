@@ -25,7 +25,6 @@ from textual.widgets import Label
 from kvtop.app.screens.arrange import PLACED, Asked, arrange, is_tiny
 from kvtop.options import View
 from kvtop.paint.motion import Motion
-from kvtop.state import lookup
 from kvtop.terminal.textual_door import draw_frames, draw_regions
 from kvtop.text import cut
 from kvtop.widgets.bars.caption import Caption
@@ -35,6 +34,7 @@ from kvtop.widgets.bars.step_line import StepLine
 from kvtop.widgets.base import story
 from kvtop.widgets.base.lines import Kept, Lines
 from kvtop.widgets.base.panel import Panel, Scrolling
+from kvtop.widgets.chat import lookup
 from kvtop.widgets.chat.chat import Chat
 from kvtop.widgets.chat.lookup_strip import LookupStrip
 from kvtop.widgets.chat.prompt import Prompt
@@ -256,7 +256,7 @@ class MainScreen(Kept, Screen[None]):
     def paint(self, state: DashboardState, now: float, wall: float, every: bool) -> bool:
         """Paint the widgets that are on the screen: those whose period is over at `wall`, or `every`
         one. Returns True if some still owe a frame."""
-        self.profiled = state.profile is not None
+        self.profiled = state.engine.profile is not None
         self.place_panels()
         seen = (id(state), state.generation, state.seq)
         if seen != self._seen:

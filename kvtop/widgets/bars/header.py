@@ -81,8 +81,8 @@ class Header(Lines):
         kind = f" {safe_text(started.device)}·{_DTYPES.get(started.dtype, started.dtype)}"
         if started.knobs.get("kv_cache_dtype") == "fp8":
             kind += "·kv fp8"
-        queues = state.completed.queues if state.completed is not None else {}
-        running, waiting = len(state.running), len(state.waiting) + self.held
+        queues = state.steps.completed.queues if state.steps.completed is not None else {}
+        running, waiting = len(state.requests.running), len(state.requests.waiting) + self.held
         fields: list[tuple[int, list[Part]]] = [
             (2, [(model, text + Style(bold=True)), (kind, muted)]),
             (4, [(f"{count(started.num_blocks - 1)} blocks", text)]),
@@ -90,7 +90,7 @@ class Header(Lines):
         ]
         if preempted := queues.get("preempted", 0):
             fields.append((3, [(f"{count(preempted)} preempted", self.ink("warning"))]))
-        hit = state.hit_rate()
+        hit = state.cache.hit_rate()
         style = self.ink("hit") if hit else text
         fields.append((0, [("hit ", muted), (NONE if hit is None else percent(hit), style)]))
         fields.append((3, [(rate(state.series.output.now(now), "tok/s"), text)]))

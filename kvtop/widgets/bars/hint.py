@@ -67,9 +67,9 @@ class Hint(Lines):
     def _left(self, state: DashboardState) -> str:
         if state.started is None:
             return ""
-        if state.evictions:
-            return f"{count(state.evictions)} evicted so far"
-        return f"first eviction in {count(state.blocks_until_eviction)} blocks"
+        if state.pool.evictions:
+            return f"{count(state.pool.evictions)} evicted so far"
+        return f"first eviction in {count(state.pool.blocks_until_eviction)} blocks"
 
 
 @dataclass(frozen=True, slots=True)

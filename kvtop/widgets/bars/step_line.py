@@ -40,7 +40,9 @@ class StepLine(Lines):
             return
         itl, out = self._itl(state), self._next_out(state, 3 if width < 110 else 6)
         tails = [t for t in (itl, self._drafts(state), out) if t]
-        head = _LEAST + 2 * len(count(state.completed.budget if state.completed is not None else 0))
+        head = _LEAST + 2 * len(
+            count(state.steps.completed.budget if state.steps.completed is not None else 0)
+        )
         while tails and head + sum(3 + _cells(t) for t in tails) > width:
             tails.pop()
         bar = self._budget(state, width - sum(3 + _cells(t) for t in tails) - 1)
@@ -51,12 +53,12 @@ class StepLine(Lines):
 
     def _budget(self, state: DashboardState, width: int) -> list[Part]:
         muted = self.ink("muted")
-        done = state.completed
+        done = state.steps.completed
         if done is None:
             return [(" step ", muted), ("no step has run yet".ljust(max(0, width - 6)), muted)]
         decode, prefill = done.decode_tokens, done.prefill_tokens
         parts: list[Part] = [
-            (" step decode " if state.running else " last step decode ", muted),
+            (" step decode " if state.requests.running else " last step decode ", muted),
             (f"{decode or '–'} ", self.ink("decode")),
             ("▏prefill ", muted),
             (f"{count(prefill) if prefill else '–'} ", self.ink("prefill")),
@@ -96,16 +98,16 @@ class StepLine(Lines):
 
     def _drafts(self, state: DashboardState) -> list[Part]:
         """How many of the speculative tokens were right."""
-        if not state.drafts:
+        if not state.steps.drafts:
             return []
         muted = self.ink("muted")
-        rate = f"{100 * state.drafts_accepted // state.drafts} %"
-        return [("drafts ", muted), (rate, self.ink("hit")), (f" of {count(state.drafts)}", muted)]
+        rate = f"{100 * state.steps.drafts_accepted // state.steps.drafts} %"
+        return [("drafts ", muted), (rate, self.ink("hit")), (f" of {count(state.steps.drafts)}", muted)]
 
     def _next_out(self, state: DashboardState, k: int) -> list[Part]:
         parts: list[Part] = [("next out", self.ink("muted"))]
-        for block in state.next_out(k):
-            cached = bool(state.hashed[block])
+        for block in state.pool.next_out(k):
+            cached = bool(state.pool.hashed[block])
             name = "cached" if cached else "free"
             parts += [
                 (" " + GLYPHS[int(cached)], self.ink(name)),

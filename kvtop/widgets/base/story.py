@@ -108,12 +108,12 @@ def _is_run(ids: Sequence[int]) -> bool:
 
 def spell(state: DashboardState, token_ids: Iterable[int]) -> str:
     """Tokens as text in one line: safe, blanks and newlines folded."""
-    return " ".join(safe_text(state.text_of(token_ids), newlines=True).split())
+    return " ".join(safe_text(state.vocabulary.text(token_ids), newlines=True).split())
 
 
 def quote(state: DashboardState, hash_: str, most: int = QUOTE) -> str:
     """The text of a content, cut to `most` characters, in quotes; "" when it is not known."""
-    record = state.stored(hash_)
+    record = state.history.get(hash_)
     if record is None or not record.token_ids:
         return ""
     text = spell(state, record.token_ids)
@@ -132,11 +132,11 @@ class Loss:
 
 def loss(state: DashboardState, hash_: str, t: float) -> Loss:
     """About a content that was evicted at t."""
-    record = state.stored(hash_)
+    record = state.history.get(hash_)
     gone = record.gone if record is not None else None
     if gone is None:  # forgotten, or stored again since
         return Loss(quote(state, hash_), None, None, None)
-    by = state.request_of(gone.by_seq) if gone.by_seq is not None else None
+    by = state.requests.of_sequence(gone.by_seq) if gone.by_seq is not None else None
     return Loss(quote(state, hash_), max(0.0, gone.t - gone.born), gone.hits, by)
 
 

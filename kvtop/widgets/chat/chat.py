@@ -17,17 +17,17 @@ from textual import events
 from textual.binding import Binding, BindingType
 from textual.message import Message
 
-from kvtop.state import lookup
 from kvtop.text import cut, safe_text
 from kvtop.units import count
 from kvtop.widgets.base.lines import Lines, Part, Row
+from kvtop.widgets.chat import lookup
 from kvtop.widgets.chat.answer import INDENT, Line
 from kvtop.widgets.chat.lines import Layouter, Sheet, plain
 
 if TYPE_CHECKING:
     from kvtop.play.composer import Held
     from kvtop.state.dashboard import DashboardState
-    from kvtop.state.requests import RequestView
+    from kvtop.state.request_view import RequestView
 
 _CACHE = 256
 """Requests whose layout is kept."""
@@ -161,10 +161,10 @@ class Chat(Lines):
 
     def _loading(self, state: DashboardState, width: int, height: int) -> list[list[Part]]:
         """Real progress of the start, or what went wrong."""
-        muted, step = self.ink("muted"), state.loading
+        muted, step = self.ink("muted"), state.engine.loading
         rows: list[list[Part]] = [[("", muted)]] * max(0, (height - 3) // 2)
-        if state.errors:
-            for text in plain(safe_text(state.errors[-1].message), width - 4):
+        if state.engine.errors:
+            for text in plain(safe_text(state.engine.errors[-1].message), width - 4):
                 rows.append([("  ", muted), (text, self.ink("error"))])
             return rows
         what = "Starting the engine" if step is None else safe_text(step.what)

@@ -13,16 +13,16 @@ from typing import TYPE_CHECKING
 from rich.cells import cell_len
 from rich.style import Style
 
-from kvtop.state import lookup
 from kvtop.text import cut, safe_text
 from kvtop.units import NOT_HERE, count, duration
 from kvtop.widgets.base.lines import Part
+from kvtop.widgets.chat import lookup
 from kvtop.widgets.chat.answer import INDENT, Answer, Line, Passage
 from kvtop.wrap import spelled, wrap
 
 if TYPE_CHECKING:
     from kvtop.state.dashboard import DashboardState
-    from kvtop.state.requests import RequestView, Span
+    from kvtop.state.request_view import PromptSpan, RequestView
 
 _FOLDED_PROMPT = 6
 """Lines of a question that are shown folded."""
@@ -79,18 +79,18 @@ class Layouter:
         for place, text in enumerate(view.branch_texts()[1:] if view.n > 1 else (), 2):
             yield from self._sample(place, text)
 
-    def _page(self, view: RequestView) -> Span | None:
+    def _page(self, view: RequestView) -> PromptSpan | None:
         """The attached page, where it comes in: with the first turn of a conversation."""
         earlier = any(role == "assistant" for _, _, role, _ in view.spans)
         return None if earlier else next((s for s in view.spans if s[3]), None)
 
-    def _kept_question(self, view: RequestView, page: Span | None) -> list[Line]:
+    def _kept_question(self, view: RequestView, page: PromptSpan | None) -> list[Line]:
         sheet, wanted = self.sheet, (view.cached_tokens, self.width, self.unfolded)
         if sheet.asked_for != wanted:
             sheet.asked_for, sheet.asked = wanted, list(self._asked(view, page))
         return sheet.asked
 
-    def _asked(self, view: RequestView, page: Span | None) -> Iterator[Line]:
+    def _asked(self, view: RequestView, page: PromptSpan | None) -> Iterator[Line]:
         """The question; the page behind its first line if there is room."""
         bold = self.ink("text") + Style(bold=True)
         head = f"#{view.request_id} "
@@ -120,23 +120,23 @@ class Layouter:
         start, end = (turns[-1][0], turns[-1][1]) if turns else (0, len(view.prompt_token_ids))
         if not view.prompt_token_ids:
             return Passage(f"{count(view.prompt_tokens)} tokens, text {NOT_HERE}", [0], 0)
-        text, starts = spelled(self.state.piece(t) for t in view.prompt_token_ids[start:end])
+        text, starts = spelled(self.state.vocabulary.piece(t) for t in view.prompt_token_ids[start:end])
         return Passage(text, starts, start)
 
     def _answer(self, view: RequestView) -> Answer:
         answer, room = self.sheet.answer, max(1, self.width - INDENT)
         if answer is None or answer.room != room or not answer.goes_on(view.output_ids, view.text):
             answer = self.sheet.answer = Answer(room, view.prompt_tokens, self.ink("text"))
-        answer.grow(view.output_ids, self.state.piece, view.text)
+        answer.grow(view.output_ids, self.state.vocabulary.piece, view.text)
         return answer
 
-    def _chip(self, view: RequestView, page: Span) -> list[Part]:
+    def _chip(self, view: RequestView, page: PromptSpan) -> list[Part]:
         read = view.cached_tokens > page[0]
         arrow = "▾" if self.unfolded else "▸"
         name = cut(safe_text(page[3]), max(4, self.width // 3))
         return [("▌" if read else " ", self.ink("hit")), (f"{name} {arrow}", self.ink("muted"))]
 
-    def _page_line(self, view: RequestView, page: Span) -> Line:
+    def _page_line(self, view: RequestView, page: PromptSpan) -> Line:
         """The attached page in a line of its own, where it does not fit behind the question."""
         read = min(view.cached_tokens, page[1]) > page[0]
         lead = [("  ", self.ink("text")), ("▌" if read else "│", self.ink("hit" if read else "muted"))]
@@ -145,8 +145,10 @@ class Layouter:
         text = f"{name} · {count(page[1] - page[0])} tokens {arrow}"
         return Line(lead, [(text, self.ink("muted"))], fold=True)
 
-    def _unfolded(self, view: RequestView, page: Span) -> Iterator[Line]:
-        text, starts = spelled(self.state.piece(t) for t in view.prompt_token_ids[page[0] : page[1]])
+    def _unfolded(self, view: RequestView, page: PromptSpan) -> Iterator[Line]:
+        text, starts = spelled(
+            self.state.vocabulary.piece(t) for t in view.prompt_token_ids[page[0] : page[1]]
+        )
         passage = Passage(text, starts, page[0])
         for start, end in wrap(text, max(1, self.width - INDENT)):
             cached = passage.token(start) < view.cached_tokens

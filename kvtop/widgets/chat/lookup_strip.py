@@ -17,14 +17,14 @@ from textual.binding import Binding, BindingType
 from textual.message import Message
 
 from kvtop.paint.motion import Motion
-from kvtop.state import lookup
 from kvtop.text import cut
 from kvtop.units import count
 from kvtop.widgets.base.lines import Lines, Part
+from kvtop.widgets.chat import lookup
 
 if TYPE_CHECKING:
     from kvtop.state.dashboard import DashboardState
-    from kvtop.state.requests import RequestView
+    from kvtop.state.request_view import RequestView
 
 _EIGHTHS = "▁▂▃▄▅▆▇█"
 
@@ -77,7 +77,7 @@ class LookupStrip(Lines):
         """The request to show now."""
         if self.picked is not None and (view := state.requests.get(self.picked)) is not None:
             return view
-        latest = state.latest_lookup
+        latest = state.cache.latest_lookup
         return None if latest is None else state.requests.get(latest)
 
     def paint(self, state: DashboardState, now: float) -> None:

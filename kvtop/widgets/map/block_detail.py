@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from rich.style import Style
 
-from kvtop.state.pool_view import BlockInfo, BlockState
+from kvtop.state.blocks import BlockInfo, BlockState
 from kvtop.text import cut, safe_text
 from kvtop.units import NOT_HERE, count, span
 from kvtop.widgets.base.lines import Lines, Part

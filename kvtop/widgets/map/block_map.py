@@ -172,19 +172,19 @@ class BlockMap(Lines):
             self._grid = _NO_GRID
             self._segments.clear()
         self.projection, self._block_size, self._generation = layout, state.block_size, state.generation
-        self._histogram = None if layout.mode == "cells" else Histogram(layout, state.state[1:])
+        self._histogram = None if layout.mode == "cells" else Histogram(layout, state.pool.state[1:])
         self._touched.clear()
         return layout
 
     def _cells(self, state: DashboardState, layout: Layout) -> NDArray[np.int16]:
         """[height, columns] codes, one block a cell."""
-        kinds = state.state[1:]
+        kinds = state.pool.state[1:]
         codes: NDArray[np.int16] = _OF_STATE[kinds]
         filling = np.flatnonzero(kinds == 2)
-        eighths = -(-state.fill[1:][filling].astype(np.int32) * 8 // self._block_size)
+        eighths = -(-state.pool.fill[1:][filling].astype(np.int32) * 8 // self._block_size)
         codes[filling] = FILLING + np.clip(eighths, 1, 8) - 1
         shared = np.flatnonzero(kinds == 4)
-        codes[shared] = SHARED + np.clip(state.ref[1:][shared], 2, 10) - 2
+        codes[shared] = SHARED + np.clip(state.pool.ref[1:][shared], 2, 10) - 2
         self._mark_cells(codes)
         grid = np.full(layout.pixels, VOID, np.int16)
         grid[: layout.n] = codes
@@ -217,14 +217,14 @@ class BlockMap(Lines):
         histogram = self._histogram
         assert histogram is not None
         for ids in self._touched:
-            histogram.update(ids, state.state[1:])
+            histogram.update(ids, state.pool.state[1:])
         self._touched.clear()
         pixels, at, motion = histogram.majority(), histogram.pixel_of, self.motion
         hit = motion.fresh()
         if layout.mode == "halves":
             pixels[layout.n :] = _P_VOID
             hit = motion.hit()
-            hit = hit[state.state[hit] >= 3]  # given back meanwhile: then its true state shows
+            hit = hit[state.pool.state[hit] >= 3]  # given back meanwhile: then its true state shows
         pixels[at[hit - 1]] = _P_HIT
         pixels[at[motion.evicted() - 1]] = _P_EVICTED
         for pair in motion.copies:
@@ -292,7 +292,7 @@ class BlockMap(Lines):
         """Glyphs (or swatches of pixels) with names, and counts where there is room."""
         counts: dict[str, Any] = {}
         if layout.width >= 92:
-            kinds = np.bincount(state.state[1:], minlength=STATES).tolist()
+            kinds = np.bincount(state.pool.state[1:], minlength=STATES).tolist()
             counts = dict(zip(_PIXELS, kinds, strict=False))
         names = [(n, g, n) for n, g in _LEGEND.items()]
         if sum(len(g + n) + 1 for n, g, _ in names) - 1 > layout.width:

@@ -50,7 +50,7 @@ class BudgetPanel(Panel):
 
     def rows(self, state: DashboardState, now: float, width: int, height: int) -> list[Row]:
         """As many of the lines as fit, the bar of tokens first."""
-        step = state.completed
+        step = state.steps.completed
         if step is None:
             return [self.say("no step yet")]
         rows = [self._tokens(step, width)]
@@ -110,13 +110,13 @@ class BudgetPanel(Panel):
 
     def _steps(self, state: DashboardState, width: int) -> Row:
         times = np.sort(state.series.step.latest())
-        scheduled = len(state.scheduled.seq_ids) if state.scheduled else 0
-        busy = sum(state.scheduled.n) if state.scheduled else 0
-        budget = state.completed.budget if state.completed else 0
+        scheduled = len(state.steps.scheduled.seq_ids) if state.steps.scheduled else 0
+        busy = sum(state.steps.scheduled.n) if state.steps.scheduled else 0
+        budget = state.steps.completed.budget if state.steps.completed else 0
         return self._under(
             width,
             (
-                ("step", count(state.step), None),
+                ("step", count(state.stream.step), None),
                 ("sequences", count(scheduled), None),
                 ("filled", percent(busy, budget), None),
                 ("p50", duration(quantile(times, 0.5)), None),

@@ -56,20 +56,20 @@ class DevicePanel(Panel):
         tells = "device" in started.capabilities
         series = state.series
         util = series.util.last() if tells else None
-        sample = state.device if tells else None
+        sample = state.engine.device if tells else None
         rows: list[Row] = [
             self._line("use", percent(util, 100), width, None if util is None else util / 100, tells),
             *self._memory(state, width, tells),
             self._line("power", _watts(sample.power if sample else None), width, None, tells),
         ]
-        if state.profile is not None and (part := of_roofline(state.profile)) is not None:
-            rows.append(self._line(limit_of(state.profile), percent(part), width, part, True))
+        if state.engine.profile is not None and (part := of_roofline(state.engine.profile)) is not None:
+            rows.append(self._line(limit_of(state.engine.profile), percent(part), width, part, True))
         if sample is not None and sample.bandwidth is not None:
             rows.append(self._line("traffic", f"{sample.bandwidth / 1e9:,.0f} GB/s", width, None, True))
         if sample is not None and sample.temperature is not None:
             rows.append(self._line("temperature", f"{sample.temperature:.0f} °C", width, None, True))
-        if state.graphs:
-            sizes = " ".join(map(str, state.graphs))
+        if state.engine.graphs:
+            sizes = " ".join(map(str, state.engine.graphs))
             rows.append((("graphs".ljust(_LABEL), self.ink("muted")), (sizes, self.ink("text"))))
         rows.append(
             (("runs on", self.ink("muted")), (" " * (_LABEL - 7), self.ink("muted")), self._runs_on(state))
@@ -99,7 +99,7 @@ class DevicePanel(Panel):
         return (label, (progress(part, room) + "  ", self.ink("device")), (value, self.ink("text")))
 
     def _memory(self, state: DashboardState, width: int, tells: bool) -> list[Row]:
-        started, sample = state.started, state.device
+        started, sample = state.started, state.engine.device
         assert started is not None
         weights, kv = started.weights_bytes, started.num_blocks * started.bytes_per_block
         used = sample.memory if sample is not None and tells else None

@@ -46,14 +46,18 @@ class EvictionsPanel(Scrolling):
         """A line of figures, then the latest."""
         head = self.figures(
             width,
-            ("evicted", f"{count(state.evictions)} blocks", self.ink("evicted") if state.evictions else None),
+            (
+                "evicted",
+                f"{count(state.pool.evictions)} blocks",
+                self.ink("evicted") if state.pool.evictions else None,
+            ),
             ("now", rate(state.series.evictions.now(now), "/s"), None),
-            ("next out", " ".join(f"·{block}" for block in state.next_out(3)) or NONE, None),
+            ("next out", " ".join(f"·{block}" for block in state.pool.next_out(3)) or NONE, None),
         )
-        if not state.evictions:
+        if not state.pool.evictions:
             return [head, self.say("nothing was evicted yet")]
         room = max(0, height - 2)
-        shown = self.window(state.evictions, room)
+        shown = self.window(state.pool.evictions, room)
         latest = list(islice(_latest(state), shown.start, shown.stop))
         if not latest and shown.start:  # scrolled to what the state no longer keeps
             known = list(_latest(state))

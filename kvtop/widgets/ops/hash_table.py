@@ -44,7 +44,7 @@ class HashTablePanel(Scrolling):
 
     def rows(self, state: DashboardState, now: float, width: int, height: int) -> list[Row]:
         """Titles, then the entries used last."""
-        ids = np.flatnonzero(state.hashed)
+        ids = np.flatnonzero(state.pool.hashed)
         if not len(ids):
             return [self.say("no full block yet")]
         shown = self.window(len(ids), max(0, height - 1))
@@ -52,7 +52,7 @@ class HashTablePanel(Scrolling):
             return [self.say(f"{count(len(ids))} entries")]
         # Only the head of the order is needed, and sorting 100,000 blocks would cost a frame. Equal
         # times (one release) keep the order of the ids.
-        rank = -state.touched[ids] + ids * 1e-12
+        rank = -state.pool.touched[ids] + ids * 1e-12
         most = min(len(ids), shown.stop)
         head = np.argpartition(rank, most - 1)[:most]
         order = ids[head[np.argsort(rank[head], kind="stable")]]
@@ -61,8 +61,8 @@ class HashTablePanel(Scrolling):
 
     def _row(self, state: DashboardState, block: int, now: float) -> list[Cell]:
         mirror = state.pool.mirror
-        hash_, refs, hits = mirror.hash[block] or "", mirror.ref[block], state.pool.hits_of(block)
-        record = state.stored(hash_)
+        hash_, refs, hits = mirror.hash[block] or "", mirror.ref[block], state.pool.columns.hits[block]
+        record = state.history.get(hash_)
         muted, text = self.ink("muted"), self.ink("text")
         look = self.ink("shared" if refs > 1 else "active" if refs else "cached")
         if record is not None and record.token_ids:
@@ -74,6 +74,6 @@ class HashTablePanel(Scrolling):
             (count(block), look),
             (str(refs), text if refs else muted),
             (str(hits), self.ink("hit") if hits else muted),
-            (span(max(0.0, now - float(state.touched[block]))), muted),
+            (span(max(0.0, now - float(state.pool.touched[block]))), muted),
             words,
         ]

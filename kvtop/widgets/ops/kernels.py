@@ -54,7 +54,7 @@ class KernelsPanel(Panel):
 
     def rows(self, state: DashboardState, now: float, width: int, height: int) -> list[Row]:
         """The step, then as many kernels as fit and the rest in one."""
-        profile = state.profile
+        profile = state.engine.profile
         if profile is None:
             return [self.say("no step was profiled yet")]
         gpu = state.started is not None and state.started.device.startswith("cuda")

@@ -63,14 +63,14 @@ class MemoryPanel(Panel):
 
     def _paged(self, state: DashboardState, width: int) -> list[Row]:
         usable, size = state.num_blocks - 1, state.block_size
-        filled, held, slots = state.slots_filled, state.slots_held, usable * size
+        filled, held, slots = state.pool.filled, state.pool.held, usable * size
         parts = (
             (filled, "█", self.ink("active")),
             (held - filled, "░", self.ink("evicted")),
-            (state.cached * size, "▒", self.ink("cached")),
-            (state.free * size, "·", self.ink("free")),
+            (state.pool.cached * size, "▒", self.ink("cached")),
+            (state.pool.free * size, "·", self.ink("free")),
         )
-        active, cached, of = state.active, state.cached, f"of {count(usable)} blocks"
+        active, cached, of = state.pool.active, state.pool.cached, f"of {count(usable)} blocks"
         return [
             self._bar("paged", parts, width),
             self._line("referenced", _share(active, usable), f"{count(active)} {of}", "text"),

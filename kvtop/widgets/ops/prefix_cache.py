@@ -1,6 +1,6 @@
 """Prefix cache: how much of the prompts was read instead of computed, and how full the table is.
 
-Invariants: no look-up yet is not 0 %; the rate is over first admissions only (state.hit_rate) and a
+Invariants: no look-up yet is not 0 %; the rate is over first admissions only (state.cache.hit_rate) and a
 percentage is floored.
 """
 
@@ -54,29 +54,33 @@ class PrefixCachePanel(Panel):
         assert state.started is not None
         if not state.started.knobs.get("enable_prefix_caching", True):
             return [self.say("prefix caching is off")]
-        if state.lookups:
-            share = percent(state.hit_tokens, state.query_tokens)
-            value = f"{share} · {count(state.hit_tokens)} of {count(state.query_tokens)} tokens"
+        if state.cache.lookups:
+            share = percent(state.cache.hit_tokens, state.cache.query_tokens)
+            value = f"{share} · {count(state.cache.hit_tokens)} of {count(state.cache.query_tokens)} tokens"
         else:
             value = f"{NONE} no look-up yet"
-        hashed = int(state.hashed.sum())
+        hashed = int(state.pool.hashed.sum())
         rows = [
             self.figures(
                 width,
-                ("hit rate", value, hit if state.lookups else None),
-                ("look-ups", count(state.lookups), None),
+                ("hit rate", value, hit if state.cache.lookups else None),
+                ("look-ups", count(state.cache.lookups), None),
             ),
             self.figures(
                 width,
                 ("table", f"{count(hashed)} of {count(state.num_blocks - 1)} blocks", self.ink("cached")),
-                ("contents", count(state.num_hashes), None),
-                ("duplicates", count(state.duplicates), None),
+                ("contents", count(state.pool.num_hashes), None),
+                ("duplicates", count(state.pool.duplicates), None),
             ),
             self.figures(
                 width,
-                ("evicted", count(state.evictions), self.ink("evicted") if state.evictions else None),
+                (
+                    "evicted",
+                    count(state.pool.evictions),
+                    self.ink("evicted") if state.pool.evictions else None,
+                ),
                 ("now", rate(state.series.evictions.now(now), "/s"), None),
-                ("until next", f"{count(state.blocks_until_eviction)} blocks", None),
+                ("until next", f"{count(state.pool.blocks_until_eviction)} blocks", None),
             ),
         ]
         left = height - len(rows)

@@ -17,7 +17,7 @@ from kvtop.widgets.base.table import Cell, Column, fit, progress, table
 
 if TYPE_CHECKING:
     from kvtop.state.dashboard import DashboardState
-    from kvtop.state.requests import RequestView
+    from kvtop.state.request_view import RequestView
 
 _COLUMNS = (
     Column("id", 5, right=True, keep=9),

@@ -213,8 +213,8 @@ def test_an_hour_in_small_is_true_and_the_same_each_time() -> None:
     assert first.batches[1:] == again.batches[1:]
     assert len(first.state.requests) == load.requests
     assert all(v.finish_reason == "length" for v in first.state.requests.values())
-    assert first.state.evictions > 1000
-    assert (first.state.hit_rate() or 0) > 0.2
+    assert first.state.pool.evictions > 1000
+    assert (first.state.cache.hit_rate() or 0) > 0.2
 
 
 def test_what_a_step_takes_is_what_its_events_say() -> None:
@@ -259,7 +259,7 @@ def test_an_answer_does_not_depend_on_who_else_is_there() -> None:
     prompts = [[100 + i, *range(400, 1000)] for i in range(12)]
     alone = Run(H100, asking(prompts[0], params=params))
     crowded = Run(H100, asking(*prompts, params=params), num_blocks=200, max_num_seqs=12)
-    assert crowded.state.preemptions > 0
+    assert crowded.state.requests.preemptions > 0
     assert crowded.state.requests[1].output_ids == alone.state.requests[1].output_ids
 
 

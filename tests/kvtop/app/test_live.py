@@ -151,7 +151,7 @@ async def test_enter_goes_through_the_examples() -> None:
         assert {views[i].conversation for i in range(4, 12)} and len(
             {views[i].conversation for i in views}
         ) == 12
-        assert app.state.evictions > 0
+        assert app.state.pool.evictions > 0
         last = views[12]
         assert last.prompt_token_ids == views[1].prompt_token_ids and last.hit_blocks < views[2].hit_blocks
         app.paint()
@@ -270,7 +270,7 @@ async def test_the_hint_tells_what_the_cache_holds() -> None:
         await pilot.press(*["enter"] * 4)
         await shown.finished(*range(1, 12))
         hashes = app.state.requests[1].lookup_hashes
-        left = sum(bool(app.state.find(h)) for h in hashes)
+        left = sum(bool(app.state.pool.find(h)) for h in hashes)
         assert left < len(hashes)
         if left:
             assert (
@@ -284,7 +284,7 @@ async def test_the_hint_tells_what_the_cache_holds() -> None:
             r"all its \d+ full blocks are cached: they are read, and only the end is computed", why()
         )
         shown.engine.reset_prefix_cache()
-        await shown.until(lambda: app.state.num_hashes == 0)
+        await shown.until(lambda: app.state.pool.num_hashes == 0)
         assert why() == "its blocks were evicted since: all of it is computed again"
 
 
@@ -422,9 +422,9 @@ async def test_slow_motion_and_single_steps() -> None:
         await shown.until(lambda: shown.engine._paused and not shown.engine._single_steps)
         app.session.composer.send("hello")
         await shown.until(lambda: 1 in app.state.requests)
-        step = app.state.step
+        step = app.state.stream.step
         await shown.pilot.press("full_stop")
-        await shown.until(lambda: app.state.step == step + 1)
+        await shown.until(lambda: app.state.stream.step == step + 1)
         app.paint()
         assert "stands still" in shown.hint and "F3 run on" in app.main.key_line.lines[0]
         await shown.pilot.press("f3")
@@ -472,7 +472,7 @@ async def test_x_aborts_what_runs() -> None:
         app.session.composer.send("hello")
         await shown.until(lambda: 1 in app.state.requests)
         await shown.pilot.press("full_stop")
-        await shown.until(lambda: bool(app.state.running))
+        await shown.until(lambda: bool(app.state.requests.running))
         await shown.pilot.press("x")
         await shown.finished(1)
         assert app.state.requests[1].finish_reason == "abort"
@@ -501,10 +501,10 @@ async def test_a_demo_plays_with_captions(name: str) -> None:
             app.paint()
             await pilot.pause()
             assert app.main.caption.display and app.main.caption.lines
-            assert not app.state.requests and app.state.hit_rate() is None, (
+            assert not app.state.requests and app.state.cache.hit_rate() is None, (
                 "a warm-up is no part of the scene"
             )
-            assert app.state.free == app.state.num_blocks - 1
+            assert app.state.pool.free == app.state.num_blocks - 1
             assert "five examples" not in "\n".join(app.main.chat.lines), "there is no prompt to type into"
             assert any("Enter goes on" in line for line in app.main.caption.lines)
             for _ in range(60):
@@ -521,7 +521,7 @@ async def test_a_demo_plays_with_captions(name: str) -> None:
             assert all(c["name"] in told for c in app.session.play.verdict["checks"])
             assert list(app.state.requests) == list(range(1, len(app.state.requests) + 1))
             if name == "cache-hit":
-                assert app.state.hit_rate() == 3 * 2000 / (6 * 2200)
+                assert app.state.cache.hit_rate() == 3 * 2000 / (6 * 2200)
             await pilot.press("q")
             await pilot.pause()
             assert app.return_code == (0 if app.session.play.verdict["ok"] else 1)

@@ -86,7 +86,7 @@ def test_json_without_once_is_the_whole_stream_and_the_summary_last() -> None:
     for line in lines:
         state.apply(decode_batch(line))
     assert isinstance(state.started, EngineStarted)
-    assert isinstance(state.stopped, EngineStopped)
+    assert isinstance(state.engine.stopped, EngineStopped)
     assert json.loads(last) == json.loads(json.dumps(state.summary()))
     assert code == 0
 

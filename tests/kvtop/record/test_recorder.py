@@ -187,9 +187,9 @@ def test_a_redacted_recording_says_nothing_and_still_replays(tmp_path: Path) -> 
     for a, b in zip(read(tmp_path / "plain.jsonl"), read(tmp_path / "a.jsonl"), strict=True):
         plain.apply(a)
         private.apply(b)
-        assert plain.ref.tolist() == private.ref.tolist()
-        assert plain.next_out(99) == private.next_out(99)
-        assert plain.hashed.tolist() == private.hashed.tolist()
+        assert plain.pool.ref.tolist() == private.pool.ref.tolist()
+        assert plain.pool.next_out(99) == private.pool.next_out(99)
+        assert plain.pool.hashed.tolist() == private.pool.hashed.tolist()
         for e in b.events:
             for name in ("prompt_token_ids", "token_ids"):
                 assert not getattr(e, name, [])
@@ -205,7 +205,8 @@ def test_a_redacted_recording_says_nothing_and_still_replays(tmp_path: Path) -> 
     mine = {h for b in batches for e in b.events for h in getattr(e, "hashes", [])}
     assert len(hashes) == len(mine)
     assert not hashes & mine
-    for i, view in plain.requests.items():
+    for i in plain.requests:
+        view = plain.requests[i]
         other = private.requests[i]
         assert other.prompt_tokens == view.prompt_tokens
         assert other.num_output == view.num_output

@@ -61,11 +61,11 @@ def test_storms_over_every_policy_verify_and_the_state_keeps_their_queue(seed: i
     for _ in range(200):
         storm.act()
         storm.core.snapshot()  # a strict state compares
-        assert state.waiting == [q.request_id for q in storm.core.scheduler.waiting]
-        assert state.running == [q.request_id for q in storm.core.scheduler.running]
+        assert state.requests.waiting == [q.request_id for q in storm.core.scheduler.waiting]
+        assert state.requests.running == [q.request_id for q in storm.core.scheduler.running]
     storm.drain()
     assert verify_batches(storm.stop()).violations == []
-    assert 0 <= state.tokens_back <= state.tokens_lost
+    assert 0 <= state.requests.tokens_back <= state.requests.tokens_lost
 
 
 def test_what_beams_publish_as_they_move_is_not_taken_back_with_a_later_step() -> None:
@@ -120,9 +120,9 @@ def test_a_missing_event_is_noticed_even_after_renumbering(redacted: bool, ahead
     seen: Counter[str] = Counter()
     state = DashboardState(strict=True)
     for at, batch in enumerate(batches):
-        cleared = state.num_moments
+        cleared = state.moments.total
         state.apply(batch)
-        new = list(state.moments)[len(state.moments) - (state.num_moments - cleared) :]
+        new = list(state.moments)[len(state.moments) - (state.moments.total - cleared) :]
         cleared_nothing = any(m.kind == "cleared" and not m.ids for m in new)
         for place, e in enumerate(batch.events):
             if isinstance(e, ev.CacheCleared) and cleared_nothing:

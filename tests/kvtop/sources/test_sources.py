@@ -113,17 +113,17 @@ def test_speed_pause_and_step(recorded: Any) -> None:
     source.toggle()
     wall.t += 10
     assert pump(source, state) == 0
-    at = state.num_batches
+    at = state.stream.num_batches
     source.step()
-    assert state.num_batches == at + 1
+    assert state.stream.num_batches == at + 1
     source.step(-1)
     source.step(-1)
-    assert state.num_batches == at - 1
+    assert state.stream.num_batches == at - 1
     assert fingerprint(state) == straight(batches, batches[at - 2].t)
     source.toggle()
     wall.t += 0.5
     pump(source, state)
-    assert state.num_batches > at - 1
+    assert state.stream.num_batches > at - 1
     assert "×2" in source.place
 
 
@@ -145,7 +145,7 @@ def test_seeking_is_exact_from_anywhere_to_anywhere(recorded: Any, monkeypatch: 
             source.step(r.choice([-3, -1, 1, 2]))
         else:
             source.toggle()
-        assert fingerprint(state) == straight(batches, batches[max(0, state.num_batches - 1)].t)
+        assert fingerprint(state) == straight(batches, batches[max(0, state.stream.num_batches - 1)].t)
     assert len(source._frames) > 5
 
 
@@ -193,7 +193,7 @@ def test_a_damaged_recording_is_played_up_to_the_damage(tmp_path: Path) -> None:
     (tmp_path / "b.jsonl").write_bytes(b"".join([*lines[:20], b"garbage\n", *lines[21:]]))
     source, state, _ = opened(tmp_path / "b.jsonl")
     source.seek(1e9, wait=True)
-    assert state.num_batches == 19
+    assert state.stream.num_batches == 19
     assert source.problem is not None
     assert "line 21" in source.problem
     assert source.ended
@@ -219,7 +219,7 @@ def test_a_claim_that_cannot_be_is_refused_at_the_start_and_ends_a_playback_furt
     monkeypatch.setattr("kvtop.sources.recording.CHECKED_BATCHES", 5)
     source, state, _ = opened(tmp_path / "b.jsonl")
     source.seek(1e9, wait=True)
-    assert state.num_batches == at - 1
+    assert state.stream.num_batches == at - 1
     assert source.problem is not None
     assert f"line {at + 1}" in source.problem
 
@@ -266,7 +266,7 @@ def test_an_overflow_is_counted_and_healed_by_a_snapshot() -> None:
             for b in source.drain():
                 state.apply(b)
     assert engine.asked == 1
-    assert state.losses == source.lost > 0
-    assert state.synced, "a later snapshot of the stream healed it"
-    assert state.ref.tolist() == whole.ref.tolist()
-    assert state.next_out(99) == whole.next_out(99)
+    assert state.stream.losses == source.lost > 0
+    assert state.stream.synced, "a later snapshot of the stream healed it"
+    assert state.pool.ref.tolist() == whole.pool.ref.tolist()
+    assert state.pool.next_out(99) == whole.pool.next_out(99)

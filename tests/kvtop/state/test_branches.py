@@ -58,10 +58,10 @@ def test_the_best_beam_is_the_answer_and_dropped_ones_leave_nothing() -> None:
     assert (
         view.usage is not None and len(view.seq_ids) == 1 and view.usage.output_tokens == len(view.output_ids)
     )
-    assert view.text == state.text_of(t for t in view.output_ids if t != 3)
+    assert view.text == state.vocabulary.text(t for t in view.output_ids if t != 3)
     row = view.summary()
     assert "texts" not in row and 0 < row["blocks"]["held"] < row["blocks"]["without_sharing"]
-    assert not state.sequences and state.active == 0
+    assert not state.requests.sequences and state.pool.active == 0
     pruned = [e.seq_id for b in storm.batches for e in b.events if isinstance(e, ev.BeamPruned)]
     assert view.dropped_ids == pruned
 
@@ -76,8 +76,11 @@ def test_drafts_are_counted() -> None:
     for batch in storm.stop():
         state.apply(batch)
     told = [e for b in storm.batches for e in b.events if isinstance(e, ev.DraftVerified)]
-    assert told and state.drafts == sum(e.proposed for e in told)
-    assert state.summary()["speculation"] == {"proposed": state.drafts, "accepted": state.drafts_accepted}
+    assert told and state.steps.drafts == sum(e.proposed for e in told)
+    assert state.summary()["speculation"] == {
+        "proposed": state.steps.drafts,
+        "accepted": state.steps.drafts_accepted,
+    }
 
 
 @pytest.mark.conformance(101, 104)

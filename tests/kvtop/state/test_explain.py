@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import pytest
 from msgspec.structs import replace
 
 from engine import events as ev
 from kvtop.record.redact import Redactor
 from kvtop.state.dashboard import DashboardState
-from kvtop.state.explain import Explanation, explain
+from kvtop.state.explain import Explanation
 from tests.kvtop.streams import Storm
 
 SIZE = 4
@@ -31,7 +30,7 @@ def state_of(storm: Storm, change: Callable[[ev.StepBatch], ev.StepBatch] = lamb
 
 
 def why(storm: Storm, request_id: int) -> Explanation:
-    found = explain(state_of(storm), request_id)
+    found = state_of(storm).requests[request_id].explanation
     assert found is not None
     assert found.sentence.endswith(".")
     assert len(found.short) < 60
@@ -147,7 +146,7 @@ def test_template_rewrote_history() -> None:
         ]
         return replace(batch, events=events)
 
-    found = explain(state_of(storm, marked), rid)
+    found = state_of(storm, marked).requests[rid].explanation
     assert found is not None
     assert (found.reason, found.divergence_token) == ("template_rewrote_history", 6)
 
@@ -166,15 +165,14 @@ def test_a_redacted_recording_explains_without_tokens() -> None:
     storm = scene()
     ask(storm, PAGE)
     rid = ask(storm, PAGE[:5] + [9] * 8)
-    found = explain(state_of(storm, Redactor()), rid)
+    found = state_of(storm, Redactor()).requests[rid].explanation
     assert found is not None
     assert (found.reason, found.divergence_token, found.hit_blocks) == ("diverged", None, 1)
 
 
 def test_an_unknown_request_is_a_key_error_and_no_cache_is_none() -> None:
     storm = scene()
-    with pytest.raises(KeyError):
-        explain(state_of(storm), 99)
+    assert state_of(storm).requests.get(99) is None
     rid = storm.submit(PAGE)
     storm.core.flush()
-    assert explain(state_of(storm), rid) is None
+    assert state_of(storm).requests[rid].explanation is None

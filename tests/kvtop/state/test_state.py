@@ -43,21 +43,21 @@ def naive_state(mirror: Mirror, b: int) -> BlockState:
 def compare(state: DashboardState, mirror: Mirror) -> None:
     """Everything that the law fixes."""
     n = len(mirror.ref)
-    assert state.ref.tolist() == mirror.ref
-    assert [state.hash_of(b) for b in range(n)] == mirror.hash
-    assert state.hashed.tolist() == [h is not None for h in mirror.hash]
-    assert state.next_out(n) == mirror.queue
+    assert state.pool.ref.tolist() == mirror.ref
+    assert [state.pool.hash_of(b) for b in range(n)] == mirror.hash
+    assert state.pool.hashed.tolist() == [h is not None for h in mirror.hash]
+    assert state.pool.next_out(n) == mirror.queue
     queued = np.array(mirror.queue, int)
-    assert queued[np.argsort(state.order[queued])].tolist() == mirror.queue
+    assert queued[np.argsort(state.pool.order[queued])].tolist() == mirror.queue
     assert {s: t for s, t in state.pool.mirror.tables.items() if t} == mirror.tables
-    assert state.fill.tolist() == [naive_fill(mirror, b) for b in range(n)]
-    assert state.state.tolist() == [naive_state(mirror, b) for b in range(n)]
+    assert state.pool.fill.tolist() == [naive_fill(mirror, b) for b in range(n)]
+    assert state.pool.state.tolist() == [naive_state(mirror, b) for b in range(n)]
     free = sum(not mirror.hash[b] for b in mirror.queue)
-    assert (state.free, state.cached) == (free, len(mirror.queue) - free)
-    assert state.active == n - 1 - len(mirror.queue)
+    assert (state.pool.free, state.pool.cached) == (free, len(mirror.queue) - free)
+    assert state.pool.active == n - 1 - len(mirror.queue)
     before = next((i for i, b in enumerate(mirror.queue) if mirror.hash[b]), len(mirror.queue))
-    assert state.blocks_until_eviction == before
-    assert state.num_hashes == len({h for h in mirror.hash if h})
+    assert state.pool.blocks_until_eviction == before
+    assert state.pool.num_hashes == len({h for h in mirror.hash if h})
 
 
 class Pair:
@@ -104,16 +104,16 @@ def test_dirty_blocks_are_exactly_enough_to_keep_a_picture() -> None:
     picture: np.ndarray | None = None
     for batch in rich_stream():
         state.apply(batch)
-        ids = state.take_dirty()
+        ids = state.pool.take_dirty()
         assert len(ids) == len(set(ids.tolist()))
         if state.started is None:
             continue
-        now = np.stack([state.ref, state.state, state.fill])
+        now = np.stack([state.pool.ref, state.pool.state, state.pool.fill])
         if picture is None:
             picture = np.full_like(now, -1)
         picture[:, ids] = now[:, ids]
         assert (picture == now).all()
-    assert not len(state.take_dirty())
+    assert not len(state.pool.take_dirty())
 
 
 def test_requests_agree_with_what_the_engine_says_at_their_end() -> None:
@@ -123,8 +123,8 @@ def test_requests_agree_with_what_the_engine_says_at_their_end() -> None:
         state.apply(batch)
     finished = [e for b in batches for e in b.events if isinstance(e, ev.RequestFinished)]
     assert len(finished) == len(state.requests) > 20
-    assert not state.running
-    assert not state.waiting
+    assert not state.requests.running
+    assert not state.requests.waiting
     for e in finished:
         view = state.requests[e.request_id]
         assert view.phase == "finished"
@@ -136,18 +136,18 @@ def test_requests_agree_with_what_the_engine_says_at_their_end() -> None:
         if len(view.seq_ids) == 1:
             assert len(view.output_ids) == view.num_output == e.usage.output_tokens
     looks = [e for b in batches for e in b.events if isinstance(e, ev.PrefixLookup) and not e.resumed]
-    assert state.lookups == len(looks)
+    assert state.cache.lookups == len(looks)
     rate = sum(e.hit_tokens for e in looks) / sum(e.prompt_tokens for e in looks)
-    assert state.hit_rate() == rate
+    assert state.cache.hit_rate() == rate
     assert all(state.requests[e.request_id].explanation is not None for e in looks)
     preempted = sum(isinstance(e, ev.RequestPreempted) for b in batches for e in b.events)
-    assert state.preemptions == preempted > 0
+    assert state.requests.preemptions == preempted > 0
 
 
 @pytest.mark.conformance(52, 56)
 def test_no_lookups_is_not_a_hit_rate_of_zero() -> None:
     state = DashboardState()
-    assert state.hit_rate() is None
+    assert state.cache.hit_rate() is None
     assert "hit_rate" not in state.summary()["prefix_cache"]
 
 
@@ -173,11 +173,11 @@ def test_step_counts_agree_with_the_engines_own() -> None:
         state.apply(batch)
         for e in batch.events:
             if isinstance(e, ev.StepCompleted) and e is batch.events[-1]:
-                assert (e.free, e.active, e.cached) == (state.free, state.active, state.cached)
+                assert (e.free, e.active, e.cached) == (state.pool.free, state.pool.active, state.pool.cached)
                 assert e.queues == {
-                    "running": len(state.running),
-                    "waiting": len(state.waiting),
-                    "preempted": sum(state.requests[i].phase == "preempted" for i in state.waiting),
+                    "running": len(state.requests.running),
+                    "waiting": len(state.requests.waiting),
+                    "preempted": sum(state.requests[i].phase == "preempted" for i in state.requests.waiting),
                 }
                 checked += 1
     assert checked > 50
@@ -208,7 +208,7 @@ def test_a_copy_goes_on_alone_and_restore_brings_it_back() -> None:
 def fingerprint(state: DashboardState) -> str:
     """Everything that a reader can see, as text."""
     columns = [
-        getattr(state, n).tolist()
+        getattr(state.pool, n).tolist()
         for n in ("ref", "state", "fill", "hashed", "born", "touched", "hits", "last_seq")
     ]
     mirror = state.pool.mirror
@@ -218,14 +218,27 @@ def fingerprint(state: DashboardState) -> str:
         mirror.hash,
         sorted(mirror.where.items()),
         sorted(mirror.tables.items()),
-        {i: [getattr(r, f) for f in r.__slots__] for i, r in state.requests.items()},
-        {i: [getattr(s, f) for f in s.__slots__] for i, s in state.sequences.items()},
+        {i: [getattr(r, f) for f in r.__slots__] for i in state.requests for r in [state.requests[i]]},
+        {i: [getattr(s, f) for f in s.__slots__] for i, s in state.requests.sequences.items()},
         list(state.moments),
-        state.waiting,
-        state.running,
+        state.requests.waiting,
+        state.requests.running,
         [
-            (state.lookups, state.hit_tokens, state.evictions, state.duplicates, state.copies),
-            (state.preemptions, state.output_tokens, state.t, state.seq, state.step, state.num_events),
+            (
+                state.cache.lookups,
+                state.cache.hit_tokens,
+                state.pool.evictions,
+                state.pool.duplicates,
+                state.pool.copies,
+            ),
+            (
+                state.requests.preemptions,
+                state.steps.output_tokens,
+                state.t,
+                state.seq,
+                state.stream.step,
+                state.stream.num_events,
+            ),
         ],
         [getattr(state.series, n).rows().tolist() for n in ("ttft", "itl", "hit_rate", "step")],
         [
@@ -257,7 +270,7 @@ def test_seconds_that_slow_motion_added_stay_out_of_the_latencies() -> None:
     assert len(fast_state.series.ttft) > 10
     assert not len(slow_state.series.itl)
     assert not len(slow_state.series.ttft)
-    assert slow_state.output_tokens == fast_state.output_tokens
+    assert slow_state.steps.output_tokens == fast_state.steps.output_tokens
 
 
 # ------------------------------------------------------------------------------------------ losses
@@ -273,15 +286,15 @@ def test_a_lost_batch_is_counted_and_the_next_snapshot_heals() -> None:
         if not lost <= i < lost + 3:
             holed.apply(batch)
         if i == lost + 3:
-            assert holed.losses == 3
-            assert not holed.synced
+            assert holed.stream.losses == 3
+            assert not holed.stream.synced
         if i == snapshots[1]:
-            assert holed.synced
+            assert holed.stream.synced
         if i >= snapshots[1]:
-            assert holed.ref.tolist() == whole.ref.tolist()
-            assert holed.next_out(99) == whole.next_out(99)
-            assert holed.hashed.tolist() == whole.hashed.tolist()
-    assert holed.losses == 3
+            assert holed.pool.ref.tolist() == whole.pool.ref.tolist()
+            assert holed.pool.next_out(99) == whole.pool.next_out(99)
+            assert holed.pool.hashed.tolist() == whole.pool.hashed.tolist()
+    assert holed.stream.losses == 3
 
 
 def test_the_strict_state_names_the_law_that_broke() -> None:
@@ -315,12 +328,12 @@ def test_an_impossible_pool_event_is_refused(event: ev.Event, law: str) -> None:
     for batch in storm.batches:
         state.apply(batch)
         loose.apply(batch)
-    batch = ev.StepBatch(state.seq + 1, state.t, 0, state.num_events, [event])
+    batch = ev.StepBatch(state.seq + 1, state.t, 0, state.stream.num_events, [event])
     with pytest.raises(StateError, match=law):
         state.apply(batch)
     loose.apply(batch)
-    assert loose.losses == 1
-    assert not loose.synced
+    assert loose.stream.losses == 1
+    assert not loose.stream.synced
 
 
 def test_a_hostile_pool_size_is_not_believed() -> None:
@@ -329,7 +342,7 @@ def test_a_hostile_pool_size_is_not_believed() -> None:
     state = DashboardState()
     state.apply(storm.batches[0])
     state.apply(msgspec.structs.replace(storm.batches[1], events=[begin]))
-    assert state.losses == 1
+    assert state.stream.losses == 1
     assert state.num_blocks == 0
 
 
@@ -337,8 +350,8 @@ def test_a_hostile_pool_size_is_not_believed() -> None:
 def test_unknown_events_are_skipped_and_counted() -> None:
     state = DashboardState(strict=True)
     state.apply(ev.StepBatch(0, 0.0, 0, 0, [ev.UnknownEvent("Teleported"), ev.ModelLoading(1, 2, "x")]))
-    assert state.unknown == {"Teleported": 1}
-    assert state.loading is not None
+    assert state.stream.unknown == {"Teleported": 1}
+    assert state.engine.loading is not None
 
 
 # ------------------------------------------------------------------------------------------ blocks
@@ -370,7 +383,7 @@ def test_a_block_tells_its_owners_text_and_place() -> None:
     for batch in storm.batches[seen:]:
         state.apply(batch)
     assert state.block(first).state is BlockState.CACHED
-    assert state.block(first).eviction_place == state.next_out(99).index(first)
+    assert state.block(first).eviction_place == state.pool.next_out(99).index(first)
     assert state.table(rid)[:2] == [first, second]
     with pytest.raises(IndexError):
         state.block(16)
@@ -388,12 +401,12 @@ def test_an_evicted_content_is_remembered_with_who_took_it() -> None:
     moment = next(m for m in state.moments if m.kind == "evicted")
     assert moment.request_id == b
     assert state.requests[b].evicted_ids == list(moment.ids)
-    record = state.stored(moment.hashes[0])
+    record = state.history.get(moment.hashes[0])
     assert record is not None
     assert record.gone is not None
     assert record.gone.why == "reallocated"
-    assert state.request_of(record.gone.by_seq or 0) == b
-    assert state.text_of(record.token_ids) == "bcde"
+    assert state.requests.of_sequence(record.gone.by_seq or 0) == b
+    assert state.vocabulary.text(record.token_ids) == "bcde"
     assert state.requests[a].evicted_ids == []
 
 
@@ -423,10 +436,10 @@ def test_begin_anew_forgets_requests_and_keeps_blocks() -> None:
     state = DashboardState(strict=True)
     for batch in stage.batches[:n]:
         state.apply(batch)
-    cached = state.cached
+    cached = state.pool.cached
     state.begin_anew()
-    assert not state.requests and state.hit_rate() is None and state.cached == cached > 0
-    assert not len(state.series.ttft) and state.latest_lookup is None
+    assert not state.requests and state.cache.hit_rate() is None and state.pool.cached == cached > 0
+    assert not len(state.series.ttft) and state.cache.latest_lookup is None
     for batch in stage.batches[n:]:
         state.apply(batch)
     with pytest.raises(ValueError, match="under way"):
@@ -437,4 +450,4 @@ def test_begin_anew_forgets_requests_and_keeps_blocks() -> None:
     for batch in stage.batches[n:]:
         state.apply(batch)
     assert list(state.requests) == [1] and state.requests[1].done and state.requests[1].hit_blocks > 0
-    assert state.lookups == 1 and state.skipped == 1 and state.losses == 0
+    assert state.cache.lookups == 1 and state.requests.skipped == 1 and state.stream.losses == 0

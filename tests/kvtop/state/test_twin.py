@@ -19,6 +19,15 @@ from tests.kvtop.streams import Storm
 from tests.toy_runner import ToyRunner
 
 
+def follow(twin: NaiveTwin, batch: ev.StepBatch) -> None:
+    """The batch, to a twin that belongs to no state."""
+    twin.begin(batch)
+    for e in batch.events:
+        if type(e) in twin.handlers:
+            getattr(twin, twin.handlers[type(e)])(e, DashboardState())
+    twin.end()
+
+
 class Slots:
     """A memory of single slots: whoever comes takes the first gap that is long enough, or waits."""
 
@@ -72,7 +81,7 @@ def drive(plan: list[tuple[str, int, int]], slots: int, length: int) -> None:
             del tokens[who]
             memory.go(who)
         memory.serve()
-        twin.apply(ev.StepBatch(n, 0.0, 0, 0, events))
+        follow(twin, ev.StepBatch(n, 0.0, 0, 0, events))
         assert {w: p * length for w, p in twin.place.items()} == memory.start
         assert list(twin.waiting) == memory.queue
         assert twin.running == len(tokens)
@@ -127,7 +136,7 @@ def test_storms(seed: int) -> None:
         assert not twin.waiting or len(twin.place) == twin.places
         check_slots(state)
     storm.drain()
-    assert state.twin.running == state.twin.filled == state.slots_filled == 0
+    assert state.twin.running == state.twin.filled == state.pool.filled == 0
 
 
 def check_slots(state: DashboardState) -> None:
@@ -135,13 +144,13 @@ def check_slots(state: DashboardState) -> None:
     held: dict[int, int] = {}
     mirror, size = state.pool.mirror, state.block_size
     for seq_id, table in mirror.tables.items():
-        computed = state.sequences[seq_id].num_computed
+        computed = state.requests.sequences[seq_id].num_computed
         for i, block in enumerate(table):
             slots = min(size, max(0, computed - i * size))
             held[block] = max(held.get(block, 0), slots)
-    assert state.slots_held == len(held) * size
-    assert {b: int(state.fill[b]) for b in held} == held
-    assert state.slots_filled == sum(held.values()) <= state.slots_held
+    assert state.pool.held == len(held) * size
+    assert {b: int(state.pool.fill[b]) for b in held} == held
+    assert state.pool.filled == sum(held.values()) <= state.pool.held
 
 
 # ------------------------------------------------------------------------------- the article's walk
@@ -159,9 +168,9 @@ def test_the_walk_of_the_article() -> None:
     core.add_request(1, list(range(900)) + list(range(124)), SamplingParams(max_tokens=64, temperature=0))
     for _ in range(11):
         core.step()
-    assert state.active == 65
-    assert (state.slots_filled, state.slots_held) == (1034, 1040)
-    assert f"{waste(state.slots_filled, state.slots_held):.1%}" == "0.6%"
+    assert state.pool.active == 65
+    assert (state.pool.filled, state.pool.held) == (1034, 1040)
+    assert f"{waste(state.pool.filled, state.pool.held):.1%}" == "0.6%"
     assert (state.twin.filled, state.twin.reserved, state.twin.inside) == (1034, 2048, 1014)
     assert f"{waste(state.twin.filled, state.twin.reserved):.1%}" == "49.5%"
     assert (state.twin.places, state.twin.between) == (2, 16)
@@ -178,7 +187,7 @@ def batches(*steps: list[ev.Event], first: int = 0) -> list[ev.StepBatch]:
 def test_a_memory_shorter_than_a_reservation_refuses_all() -> None:
     twin = NaiveTwin(100, 128)
     for batch in batches([ev.RequestAdmitted(1, 1, 0)], [ev.TokensSampled([1], [], [0], [9], [""])]):
-        twin.apply(batch)
+        follow(twin, batch)
     assert (twin.places, twin.filled, len(twin.waiting), twin.waited) == (0, 0, 1, 1)
     assert twin.between == 100
 
@@ -193,12 +202,12 @@ def test_a_preempted_sequence_keeps_its_place_and_its_tokens() -> None:
         [ev.TokensSampled([1], [], [0], [12], [""])],
     ]
     for batch in batches(*told):
-        twin.apply(batch)
+        follow(twin, batch)
     assert (twin.place, twin.filled) == ({1: 0}, 20)
     for batch in batches(
         [ev.TokensSampled([1], [], [0], [21], [""])], [ev.TokensSampled([1], [], [0], [19], [""])], first=5
     ):
-        twin.apply(batch)
+        follow(twin, batch)
     assert twin.filled == 19  # refused drafts are another matter
 
 
@@ -209,24 +218,24 @@ def test_a_branch_that_ends_alone_leaves() -> None:
         [ev.SequenceForked(1, 1, 2), ev.BlocksTouched(2, [1], "fork"), ev.SequenceForked(1, 1, 3)],
     ]
     for batch in batches(*told):
-        twin.apply(batch)
+        follow(twin, batch)
     assert (twin.place, list(twin.waiting), twin.filled) == ({1: 0, 2: 1}, [3], 32)
-    twin.apply(batches([ev.BlocksReleased(2, [1])], first=2)[0])
+    follow(twin, batches([ev.BlocksReleased(2, [1])], first=2)[0])
     assert (twin.place, list(twin.waiting), twin.filled) == ({1: 0, 3: 1}, [], 32)
-    twin.apply(batches([ev.BeamPruned(1, 3)], first=3)[0])
+    follow(twin, batches([ev.BeamPruned(1, 3)], first=3)[0])
     assert twin.place == {1: 0}
-    twin.apply(batches([finished(1)], first=4)[0])
+    follow(twin, batches([finished(1)], first=4)[0])
     assert (twin.running, twin.filled, twin.idle) == (0, 0, 64)
 
 
 def test_after_a_loss_the_pool_says_who_is_left() -> None:
     twin = NaiveTwin(96, 32)
-    twin.apply(batches([ev.RequestAdmitted(i, i, 0) for i in (1, 2, 3)])[0])
-    twin.apply(batches([ev.TokensSampled([1, 2], [], [0, 0], [5, 6], ["", ""])], first=1)[0])
+    follow(twin, batches([ev.RequestAdmitted(i, i, 0) for i in (1, 2, 3)])[0])
+    follow(twin, batches([ev.TokensSampled([1, 2], [], [0, 0], [5, 6], ["", ""])], first=1)[0])
     snapshot = ev.PoolSnapshot([], [], [], [], [2, 9], [[4], [5]], [8, 1])
-    twin.apply(batches([snapshot], first=2)[0])
+    follow(twin, batches([snapshot], first=2)[0])
     assert twin.running == 3  # nothing was lost, so the snapshot says nothing new
-    twin.apply(batches([snapshot], first=7)[0])
+    follow(twin, batches([snapshot], first=7)[0])
     assert (twin.place, twin.filled) == ({2: 1}, 8)
 
 
@@ -236,12 +245,12 @@ def test_a_copy_goes_on_alone(seed: int) -> None:
     storm = Storm(seed, sink=state.apply)
     for _ in range(60):
         storm.act()
-    copied, before = state.copy(), (state.twin.filled, dict(state.twin.place), state.slots_filled)
+    copied, before = state.copy(), (state.twin.filled, dict(state.twin.place), state.pool.filled)
     for _ in range(60):
         storm.act()
-    assert (copied.twin.filled, copied.twin.place, copied.slots_filled) == before
+    assert (copied.twin.filled, copied.twin.place, copied.pool.filled) == before
     for batch in storm.batches[copied.seq + 1 :]:
         copied.apply(batch)
     mine, other = state.twin, copied.twin
     assert all(getattr(mine, n) == getattr(other, n) for n in NaiveTwin.__slots__)
-    assert copied.slots_filled == state.slots_filled
+    assert copied.pool.filled == state.pool.filled

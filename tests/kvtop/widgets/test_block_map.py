@@ -19,7 +19,11 @@ FILLING = "▁▂▃▄▅▆▇█"
 
 def glyph(state: DashboardState, block: int) -> str:
     """What the specification says this block looks like."""
-    kind, fill, ref = BlockState(int(state.state[block])), int(state.fill[block]), int(state.ref[block])
+    kind, fill, ref = (
+        BlockState(int(state.pool.state[block])),
+        int(state.pool.fill[block]),
+        int(state.pool.ref[block]),
+    )
     match kind:
         case BlockState.FREE:
             return "·"
@@ -98,7 +102,7 @@ async def test_every_pixel_is_the_majority_of_its_blocks(size: tuple[int, int]) 
             assert layout.mode in ("halves", "majority")
             pixel = layout.pixel_of()
             counts = np.zeros((layout.pixels, STATES), int)
-            np.add.at(counts, (pixel, state.state[1:]), 1)
+            np.add.at(counts, (pixel, state.pool.state[1:]), 1)
             got = swatches(shown)
             hit = set(pixel[shown.app.motion.hit() - 1].tolist())
             for p in set(pixel.tolist()) - hit:
@@ -223,7 +227,8 @@ async def test_walking_selects_and_tells() -> None:
         assert "block 2" in text and "cached · 16 of 16 slots filled" in text
         assert "w16 w17" in text, "the tokens as text"
         assert (
-            f"{shown.app.state.hash_of(2)[:8]}" in text and f"after {shown.app.state.hash_of(1)[:8]}" in text
+            f"{shown.app.state.pool.hash_of(2)[:8]}" in text
+            and f"after {shown.app.state.pool.hash_of(1)[:8]}" in text
         )
         await shown.pilot.press("escape")
         await shown.settle()
@@ -252,7 +257,7 @@ async def test_a_hundred_thousand_blocks_are_fast() -> None:
             for batch in batches_of(stage, n):
                 state.apply(batch)
             begin = time.process_time()
-            map_.touch(state.take_dirty())
+            map_.touch(state.pool.take_dirty())
             map_.paint(state, state.t)
             spent.append(time.process_time() - begin)
         assert sorted(spent)[15] < 6e-3

@@ -103,10 +103,10 @@ def test_graphs_are_those_that_there_are() -> None:
         (16, 0, ()),  # and now all are given up
     ):
         more(state, ev.GraphCaptured(bucket, graphs, 0.5))
-        assert state.graphs == left
+        assert state.engine.graphs == left
     copy = state.copy()
     more(copy, ev.GraphCaptured(1, 1, 0.5))
-    assert state.graphs == () and copy.graphs == (1,)
+    assert state.engine.graphs == () and copy.engine.graphs == (1,)
 
 
 async def test_both_are_told_among_the_events() -> None:
@@ -139,10 +139,10 @@ async def test_both_are_told_among_the_events() -> None:
 )
 def test_figures_that_cannot_be_are_not_believed(wrong: dict[str, object]) -> None:
     state = played(scene())
-    state.strict = False
+    state.stream.strict = False
     more(state, msgspec.structs.replace(PROFILE, **wrong))
-    assert state.profile is None
-    assert state.losses == 1
+    assert state.engine.profile is None
+    assert state.stream.losses == 1
 
 
 async def test_figures_that_can_hardly_be_are_drawn() -> None:
@@ -181,7 +181,7 @@ def test_a_stream_with_them_verifies_and_says_the_same_when_redacted(redact: boo
     state = DashboardState(strict=True)
     for batch in batches:
         state.apply(ev.decode_batch(ev.encode_batch(batch)))
-    assert (state.profile, state.graphs) == (PROFILE, (4,))
+    assert (state.engine.profile, state.engine.graphs) == (PROFILE, (4,))
 
 
 @pytest.mark.parametrize(
@@ -209,7 +209,7 @@ async def test_it_stands_where_there_is_room_once_there_is_a_profile(
 @pytest.mark.parametrize("view", ["ops", "all"])
 async def test_it_leaves_the_queues_their_rows(view: View) -> None:
     async with live((100, 60), view=view) as shown:
-        shown.app.state.profile = PROFILE
+        shown.app.state.engine.profile = PROFILE
         for _ in range(2):
             shown.app.paint()
             await shown.pilot.pause()

@@ -42,15 +42,15 @@ def with_max_len(batches: tuple[StepBatch, ...], length: int) -> tuple[StepBatch
 
 def counted(state: DashboardState) -> tuple[int, int, int]:
     """(referenced blocks, cached blocks, filled slots) from the columns."""
-    ref = state.ref[1:]
-    filled = int(state.fill[1:][ref > 0].sum())
-    return int((ref > 0).sum()), int(((ref == 0) & state.hashed[1:]).sum()), filled
+    ref = state.pool.ref[1:]
+    filled = int(state.pool.fill[1:][ref > 0].sum())
+    return int((ref > 0).sum()), int(((ref == 0) & state.pool.hashed[1:]).sum()), filled
 
 
 async def test_every_figure() -> None:
     state = played(with_max_len(busy(), 2048))
     referenced, cached, filled = counted(state)
-    naive = sum(s.num_computed for s in state.sequences.values())
+    naive = sum(s.num_computed for s in state.requests.sequences.values())
     async with shown(MemoryPanel(), state, 60, 8) as lines:
         said = [line.split() for line in lines]
     assert said[1] == f"referenced {100 * referenced // 545} % {referenced} of 545 blocks".split()

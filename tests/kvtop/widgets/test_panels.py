@@ -86,7 +86,9 @@ def played(batches: tuple[StepBatch, ...]) -> DashboardState:
 
 def more(state: DashboardState, *events: object, after: float = 0.1) -> None:
     """One batch that goes on from here."""
-    state.apply(StepBatch(state.seq + 1, state.t + after, state.step, state.num_events, list(events)))
+    state.apply(
+        StepBatch(state.seq + 1, state.t + after, state.stream.step, state.stream.num_events, list(events))
+    )
 
 
 class Show(App[None]):
@@ -213,7 +215,7 @@ async def test_itl_leaves_slow_steps_out() -> None:
 async def test_latency_needs_a_source_that_times() -> None:
     state = played(scene())
     assert state.started is not None
-    state.started = msgspec.structs.replace(state.started, capabilities=["blocks"])
+    state.engine.started = msgspec.structs.replace(state.started, capabilities=["blocks"])
     for panel in (TtftPanel(), ItlPanel()):
         async with shown(panel, state) as lines:
             assert lines[0].strip() == NOT_HERE
@@ -277,7 +279,7 @@ async def test_queues_scroll() -> None:
 
 async def test_the_budget_bar_is_the_step() -> None:
     state = played(scene())
-    done = state.completed
+    done = state.steps.completed
     assert done is not None
     more(state, msgspec.structs.replace(done, budget=100, decode_tokens=25, prefill_tokens=50))
     async with shown(BudgetPanel(), state, 48, 5) as lines:
@@ -307,11 +309,11 @@ async def test_the_prefix_cache_counts_as_the_state_does() -> None:
     state = played(scene())
     async with shown(PrefixCachePanel(), state, 90, 12) as lines:
         text = "\n".join(lines)
-        assert f"hit rate {percent(state.hit_tokens, state.query_tokens)}" in text
-        assert f"{state.hit_tokens:,} of {state.query_tokens:,} tokens" in text
+        assert f"hit rate {percent(state.cache.hit_tokens, state.cache.query_tokens)}" in text
+        assert f"{state.cache.hit_tokens:,} of {state.cache.query_tokens:,} tokens" in text
         assert "look-ups 4" in text
-        assert f"evicted {state.evictions}" in text
-        assert f"table {int(state.hashed.sum())} of 80 blocks   contents {state.num_hashes}" in text
+        assert f"evicted {state.pool.evictions}" in text
+        assert f"table {int(state.pool.hashed.sum())} of 80 blocks   contents {state.pool.num_hashes}" in text
         assert lines[3].startswith("  100 %")
 
 
@@ -323,7 +325,7 @@ async def test_no_lookup_yet_is_not_zero_percent() -> None:
 async def test_a_cache_that_is_off_says_so() -> None:
     state = played(scene())
     assert state.started is not None
-    state.started = msgspec.structs.replace(state.started, knobs={"enable_prefix_caching": False})
+    state.engine.started = msgspec.structs.replace(state.started, knobs={"enable_prefix_caching": False})
     async with shown(PrefixCachePanel(), state) as lines:
         assert lines[0].strip() == "prefix caching is off"
 
@@ -332,28 +334,28 @@ async def test_the_hash_table_spells_its_blocks() -> None:
     state = played(scene())
     async with shown(HashTablePanel(), state, 80, 100) as lines:
         assert lines[0].split()[:5] == ["hash", "block", "refs", "hits", "used"]
-        assert len(lines) == 1 + int(state.hashed.sum())
+        assert len(lines) == 1 + int(state.pool.hashed.sum())
         for line in lines[1:]:
             short, block, refs, hits, *_ = line.split()
             info = state.block(int(block))
             assert (info.hash or "")[:8] == short
             assert (info.ref, info.hits) == (int(refs), int(hits))
         assert "last0 last1" in "\n".join(lines)
-        touched = [float(state.touched[int(line.split()[1])]) for line in lines[1:]]
+        touched = [float(state.pool.touched[int(line.split()[1])]) for line in lines[1:]]
         assert touched == sorted(touched, reverse=True)
 
 
 async def test_evictions_say_what_was_lost_for_whom() -> None:
     state = played(scene())
     async with shown(EvictionsPanel(), state, 100, 10) as lines:
-        assert lines[0].startswith(f"evicted {state.evictions} blocks")
+        assert lines[0].startswith(f"evicted {state.pool.evictions} blocks")
         assert lines[1].split()[:6] == ["×", "ago", "age", "hits", "taken", "by"]
         assert all("#4" in line for line in lines[2:6])
         assert "“" in lines[2]
     everything = EvictionsPanel()
     everything.first = 10**6
     async with shown(everything, state, 100, 300) as lines:
-        assert len(lines) == 2 + state.evictions
+        assert len(lines) == 2 + state.pool.evictions
         assert any("#3" in line and "on the engine" in line for line in lines)
 
 
@@ -389,7 +391,7 @@ async def test_the_device_splits_its_memory() -> None:
         weights_bytes=256 << 20,
         bytes_per_block=1 << 20,
     )
-    state.started = started
+    state.engine.started = started
     more(state, DeviceSample(util=50.0, memory=512 << 20, memory_total=1 << 30))
     more(state, DeviceSample(util=75.0, memory=512 << 20, memory_total=1 << 30))
     async with shown(DevicePanel(), state, 80, 14) as lines:

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from engine.events import StepBatch
 from kvtop.paint.motion import Motion
-from kvtop.state import lookup
 from kvtop.state.dashboard import DashboardState
 from kvtop.text import cell_width
+from kvtop.widgets.chat import lookup
 from kvtop.wrap import spelled, wrap
 from tests.kvtop.stage import Stage
 
@@ -39,7 +39,7 @@ def test_the_stage_keeps_the_law() -> None:
         stage.run()
     stage.stop()
     state = state_of(stage.batches)
-    assert state.losses == 0 and state.evictions > 0
+    assert state.stream.losses == 0 and state.pool.evictions > 0
 
 
 def test_sentences_of_a_cold_and_a_read_prompt() -> None:
@@ -137,7 +137,7 @@ def test_table_of_a_finished_request_names_only_what_is_still_there() -> None:
     table = lookup.table_of(state, state.requests[1])
     for i, block in enumerate(table):
         if block and i < 62:
-            assert state.hash_of(block) == state.requests[1].lookup_hashes[i]
+            assert state.pool.hash_of(block) == state.requests[1].lookup_hashes[i]
     assert 0 in table
 
 

@@ -15,7 +15,7 @@ from kvtop.units import count, duration
 
 if TYPE_CHECKING:
     from kvtop.state.dashboard import DashboardState
-    from kvtop.state.requests import RequestView
+    from kvtop.state.request_view import RequestView
 
 _EARLIER = 200
 """How many earlier requests are searched."""
@@ -34,8 +34,8 @@ def table_of(state: DashboardState, view: RequestView) -> list[int]:
         return table
     for i in range(len(table)):
         if i < len(view.lookup_hashes):
-            table[i] = next(iter(state.find(view.lookup_hashes[i])), 0)
-        elif state.request_of(int(state.last_seq[table[i]])) != view.request_id:
+            table[i] = next(iter(state.pool.find(view.lookup_hashes[i])), 0)
+        elif state.requests.of_sequence(int(state.pool.last_seq[table[i]])) != view.request_id:
             table[i] = 0
     return table
 
