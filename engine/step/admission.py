@@ -1,6 +1,7 @@
-"""Admission: why a request can never run, or not now, in words that say what to do.
+"""Admission: which requests are refused at once, in words that say what to do.
 
-Owns the refusals, which come before a request has a branch. What may run but must wait is the scheduler's.
+Owns the checks that come before a request has a sequence: its token ids, its length, its width, the queue. A request
+that can run but has to wait is the scheduler's business.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from engine.step.scheduler import Scheduler
 
 
 class Admission:
-    """Limits of one engine: its vocabulary, its context, its pool, its queue."""
+    """The limits of one engine: its vocabulary, its context, its pool and its queue."""
 
     def __init__(
         self, config: EngineConfig, scheduler: Scheduler, vocab_size: int, max_model_len: int
@@ -25,14 +26,14 @@ class Admission:
         self._most_tokens = config.max_num_queued_tokens
 
     def foreign_token(self, token_ids: Sequence[int]) -> str | None:
-        """Names the first number of the extremes that is no token."""
+        """A message if the smallest or the largest id is not in the vocabulary."""
         for token in (min(token_ids, default=0), max(token_ids, default=0)):
             if not 0 <= token < self._vocab_size:
                 return f"token id {token} is outside the model's vocabulary of {self._vocab_size:,}"
         return None
 
     def problem(self, tokens: int, params: SamplingParams) -> str | None:
-        """What stands against a prompt of so many tokens."""
+        """Why a prompt with this number of tokens is refused; None if it is not."""
         named = self.foreign_token(params.token_ids)
         return named or self._never_fits(tokens, params) or self._queue_full(tokens)
 
@@ -63,7 +64,7 @@ class Admission:
         )
 
     def _too_wide(self, tokens: int, params: SamplingParams) -> str | None:
-        """Why `n` samples or the beams of this prompt could never run to their ends."""
+        """Why the samples or the beams of this prompt could never all run to their ends."""
         width = max(params.n, params.beam_width)
         who = f"n = {width:,} samples" if params.n > 1 else f"{width:,} beams"
         if width > self._scheduler.max_num_seqs:

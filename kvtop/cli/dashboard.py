@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from engine import EngineConfig, Knob, SetupError, Simulation, Workload
+from engine import EngineConfig, Knob, SetupError
 from kvtop.cli.command import Given
 from kvtop.text import safe_text
 
 if TYPE_CHECKING:
+    from engine import Simulation, Workload
     from kvtop.options import Options
 
 _RECORDED = ("run", "demo")

@@ -7,13 +7,16 @@ the display's are those of EngineConfig, SamplingParams and Options.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from engine import EngineConfig, Knob, SamplingParams, SetupError, Simulation, Workload
+from engine import EngineConfig, Knob, SamplingParams, SetupError
 from kvtop.cli.command import Command, Given
 from kvtop.cli.dashboard import Recording, before_torch, dashboard, has_terminal
 from kvtop.cli.prompts import Prompt, read_prompts, read_system
 from kvtop.options import Options
+
+if TYPE_CHECKING:
+    from engine import Simulation, Workload
 
 _HERE = ("run",)
 _LIVE_FORMATS = ("int8", "int4", "fp8")
@@ -154,6 +157,8 @@ def simulation(given: Given) -> Simulation | None:
         raise SetupError("--simulate needs --on DEVICE, like --on h100, --on rtx-4070 or --on 4xh200")
     if given.source("model") == "flag":
         raise SetupError("--simulate names the model; leave out --model")
+    from engine import Simulation
+
     return Simulation(what.simulate, what.on, formats.weights, formats.kv_cache_dtype, what.speed)
 
 
