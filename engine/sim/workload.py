@@ -13,7 +13,9 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, Literal
+
+import msgspec
 
 from engine.errors import SetupError
 
@@ -21,7 +23,6 @@ FOLDER = Path(__file__).with_name("loads")
 LARGEST_FILE = 1 << 20
 MOST_REQUESTS = 1_000_000
 MOST_TOKENS = 10_000_000
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,15 +190,14 @@ def load_workload(name: str, seed: int | None = None) -> Workload:
 def parse(raw: Mapping[str, Any], name: str, where: str = "workload", seed: int | None = None) -> Workload:
     """Checks the contents of a file. Raises SetupError that names the key."""
     table = _Table(raw, where)
-    title = table.take("title", str, name)
-    given = table.take("seed", int, 0)
-    table.need(0 <= given < 1 << 63, "seed", "must be between 0 and 2**63 - 1")
-    rows = table.take("stream", list)
+    title = table.take("title", str, "a text", name)
+    seeds = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+    given = table.take("seed", seeds, "a whole number between 0 and 2**63 - 1", 0)
+    rows = table.take("stream", list[dict[str, Any]], "[[stream]] tables")
     table.done()
     table.need(len(rows) > 0, "stream", "needs at least one [[stream]]")
     streams = []
     for i, row in enumerate(rows, 1):
-        table.need(isinstance(row, dict), "stream", "must be [[stream]] tables")
         streams.append(_stream(_Table(row, f"{where}: stream {i}"), f"stream {i}"))
     names = [s.name for s in streams]
     table.need(len(set(names)) == len(names), "stream", "two streams have the same name")
@@ -205,8 +205,8 @@ def parse(raw: Mapping[str, Any], name: str, where: str = "workload", seed: int 
 
 
 def _stream(table: _Table, name: str) -> Stream:
-    name = table.take("name", str, name)
-    table.need(0 < len(name) <= 40, "name", "must have 1 to 40 characters")
+    short = Annotated[str, msgspec.Meta(min_length=1, max_length=40)]
+    name = table.take("name", short, "a text of 1 to 40 characters", name)
     prompts = table.one_of("prompts", _PROMPTS)
     arrivals = table.one_of("arrivals", _ARRIVALS)
     start = table.number("start", 0.0, least=0.0)
@@ -233,42 +233,37 @@ class _Table:
         if not ok:
             raise SetupError(f"{self._where}: {key[:40]}: {what}")
 
-    def take(self, key: str, kind: type[_T], default: _T | None = None) -> _T:
+    def take(self, key: str, kind: Any, what: str, default: Any = None) -> Any:
+        """The key's value as msgspec converts it to `kind`; what: what it must be."""
         value = self._raw.pop(key, default)
         self.need(value is not None, key, "is missing")
-        self.need(isinstance(value, kind) and not isinstance(value, bool), key, f"must be a {kind.__name__}")
-        assert isinstance(value, kind)
-        return value
+        try:
+            return msgspec.convert(value, kind)
+        except (msgspec.ValidationError, OverflowError):
+            raise SetupError(f"{self._where}: {key[:40]}: must be {what}") from None
 
     def done(self) -> None:
         left = next(iter(self._raw), None)
         self.need(left is None, str(left), "no such key")
 
     def count(self, key: str, default: int | None = None, *, most: int = MOST_REQUESTS) -> int:
-        value = self.take(key, int, default)
-        self.need(1 <= value <= most, key, f"must be between 1 and {most:,}")
-        return value
+        kind = Annotated[int, msgspec.Meta(ge=1, le=most)]
+        return int(self.take(key, kind, f"a whole number between 1 and {most:,}", default))
 
     def number(self, key: str, default: float | None = None, *, least: float, most: float = 1e9) -> float:
-        value = self._raw.pop(key, default)
-        self.need(value is not None, key, "is missing")
-        good = isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= most
-        self.need(good, key, f"must be a number between {least:g} and {most:g}")
-        assert isinstance(value, int | float)
-        return float(value)
+        kind = Annotated[float, msgspec.Meta(ge=least, le=most)]
+        return float(self.take(key, kind, f"a number between {least:g} and {most:g}", default))
 
     def length(self, key: str, default: Length | None) -> Length:
         """120, or { low = 50, high = 400 }, or { mean = 120, sigma = 0.8, low = 1, high = 2000 }."""
-        value = self._raw.pop(key, default)
-        self.need(value is not None, key, "is missing")
-        if isinstance(value, Length):
-            return value
-        if isinstance(value, int) and not isinstance(value, bool):
+        if key not in self._raw and default is not None:
+            return default
+        value = self.take(
+            key, int | dict[str, Any], "a number of tokens, or { low, high }, or { mean, sigma }"
+        )
+        if isinstance(value, int):
             self.need(1 <= value <= MOST_TOKENS, key, f"must be between 1 and {MOST_TOKENS:,} tokens")
             return Length(value, value, value)
-        self.need(
-            isinstance(value, dict), key, "must be a number of tokens, or { low, high }, or { mean, sigma }"
-        )
         inner = _Table(value, f"{self._where}: {key}")
         sigma = inner.number("sigma", 0.0, least=0.0, most=5.0)
         if sigma:
@@ -284,9 +279,8 @@ class _Table:
 
     def one_of(self, key: str, kinds: dict[str, type[Any]]) -> Any:
         """A table with a `kind`. Its other keys are the fields of that kind."""
-        inner = _Table(self.take(key, dict), f"{self._where}: {key}")
-        kind = inner.take("kind", str)
-        inner.need(kind in kinds, "kind", f"one of {', '.join(kinds)}")
+        inner = _Table(self.take(key, dict[str, Any], "a table with a kind"), f"{self._where}: {key}")
+        kind = inner.take("kind", Literal[tuple(kinds)], f"one of {', '.join(kinds)}")
         values: dict[str, Any] = {}
         for field in fields(kinds[kind]):
             default = None if field.default is MISSING else field.default

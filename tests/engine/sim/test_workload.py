@@ -254,17 +254,17 @@ prompts = { kind = "random" }
 @pytest.mark.parametrize(
     ("old", "new", "says"),
     [
-        ("[[stream]]", "[stream]", "stream: must be a list"),
+        ("[[stream]]", "[stream]", "stream: must be [[stream]] tables"),
         ("[[stream]]", "sed = 1\n[[stream]]", "sed: no such key"),
-        ("[[stream]]", "seed = -1\n[[stream]]", "seed: must be between"),
-        ("[[stream]]", "seed = true\n[[stream]]", "seed: must be a int"),
+        ("[[stream]]", "seed = -1\n[[stream]]", "seed: must be a whole number between"),
+        ("[[stream]]", "seed = true\n[[stream]]", "seed: must be a whole number between"),
         ("requests = 3", "", "stream 1: requests: is missing"),
-        ("requests = 3", "requests = 0", "requests: must be between 1 and 1,000,000"),
-        ("requests = 3", "requests = 3.5", "requests: must be a int"),
+        ("requests = 3", "requests = 0", "requests: must be a whole number between 1 and 1,000,000"),
+        ("requests = 3", "requests = 3.5", "requests: must be a whole number"),
         ("requests = 3", "requests = 3\nreqests = 4", "reqests: no such key"),
-        ("requests = 3", 'requests = 3\nname = ""', "name: must have 1 to 40"),
+        ("requests = 3", 'requests = 3\nname = ""', "name: must be a text of 1 to 40"),
         ("requests = 3", "requests = 3\nstart = -1", "start: must be a number between 0"),
-        ('"poisson"', '"poison"', "arrivals: kind: one of poisson, bursts, closed"),
+        ('"poisson"', '"poison"', "arrivals: kind: must be one of poisson, bursts, closed"),
         ('kind = "poisson", ', "", "arrivals: kind: is missing"),
         ("rate = 2", "rate = 0", "rate: must be a number between"),
         ("rate = 2", "rate = nan", "rate: must be a number between"),
@@ -285,7 +285,7 @@ prompts = { kind = "random" }
         ),
         ('kind = "random"', 'kind = "chat"', "a chat needs closed arrivals"),
         ("requests = 3", "requests = 3\nprompts = 3", "no TOML"),
-        ('{ kind = "random" }', '"random"', "prompts: must be a dict"),
+        ('{ kind = "random" }', '"random"', "prompts: must be a table with a kind"),
         (GOOD, "", "stream: is missing"),
         (GOOD, "stream = []", "needs at least one"),
         (GOOD, "stream = [3]", "must be [[stream]] tables"),
@@ -317,5 +317,5 @@ def test_more_requests_than_groups_have() -> None:
         "requests": 5,
         "prompts": {"kind": "generated-shared-prefix", "num_groups": 2, "prompts_per_group": 2},
     }
-    with pytest.raises(SetupError, match="requests: must be between 1 and 4"):
+    with pytest.raises(SetupError, match="requests: must be a whole number between 1 and 4"):
         w.parse(raw, "x")
