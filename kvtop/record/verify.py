@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from engine import events as ev
-from kvtop.record.audit import Audit, Broken, broken
+from kvtop.record.audit import Audit, Broken
 from kvtop.record.recording import RecordingError, read
 
 MOST_VIOLATIONS = 100
 """Violations kept; one missing event may break many laws after it."""
 SHOWN_VIOLATIONS = 5
-"""Violations told to people."""
+"""Violations shown to people."""
 
 
 @dataclass(slots=True)
@@ -40,7 +40,7 @@ class Report:
         shown = self.violations[:SHOWN_VIOLATIONS]
         more = self.found - len(shown)
         rest = (
-            [f"… and {more:,} more, most of them because of the first (--json tells {MOST_VIOLATIONS})"]
+            [f"… and {more:,} more, most of them because of the first (--json lists {MOST_VIOLATIONS})"]
             if more
             else []
         )
@@ -100,14 +100,14 @@ class _Frame:
             self.say(f"t went back from {self._t} to {batch.t}", n)
         if not batch.events:
             self.say("a batch without events", n)
-        # Count as seen, not as told: one gap is one violation.
+        # Go on from what this batch says: one gap is one violation.
         self.report.batches = n + 1
         self._events = batch.first_event + len(batch.events)
         self._t = batch.t
         for place, e in enumerate(batch.events):
             self._frame_event(n, e, is_last=place == len(batch.events) - 1)
         if self._audit is not None:
-            for name, text in broken(self._audit, batch.events, batch.step):
+            for name, text in self._audit.take(batch):
                 self.say(text, n, name)
 
     def _frame_event(self, n: int, e: Any, *, is_last: bool) -> None:
@@ -140,9 +140,7 @@ class _Frame:
         if not self._stopped:
             self.say("truncated: the recording does not end with EngineStopped")
         if self._audit is not None:
-            try:
-                self._audit.close()
-            except Broken as error:
-                self.say(str(error))
+            for text in self._audit.close():
+                self.say(text)
         for name, count in self._unknown.items():
             self.report.notes.append(f"{count} events of the unknown type {name[:40]} were skipped")

@@ -1,15 +1,18 @@
 """Streams of batches from the real core on a toy runner: rich, deterministic, complete.
 
 `Storm` acts at random (admissions, hits, forks, preemptions, aborts, resets, failed steps, NaN) and can
-be closed like an engine that stops; `rich_stream` is a fixed one in which every kind of event occurs.
+be closed like an engine that stops; `rich_stream` is a fixed one in which every pool and request event occurs;
+in `every_event` there are also those that a toy has no source for.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from itertools import count
+from itertools import chain, count
 from typing import Any
+
+from msgspec.structs import replace
 
 from engine import events as ev
 from engine.config import EngineConfig
@@ -20,6 +23,8 @@ from tests.engine.rig import fork
 from tests.toy_runner import ToyFault, ToyRunner
 
 VOCAB = 60
+LIKELY = (VOCAB, VOCAB + 1)
+"""Tokens that are likely and never drawn."""
 LETTERS = [chr(97 + i % 26).encode() for i in range(VOCAB)]
 
 
@@ -42,6 +47,8 @@ def started(runner: ToyRunner, config: EngineConfig, hash_seed: int) -> ev.Engin
         knobs={
             "enable_prefix_caching": config.enable_prefix_caching,
             "scheduling_policy": config.scheduling_policy,
+            "max_num_batched_tokens": config.max_num_batched_tokens,
+            "audit": config.audit,
         },
     )
 
@@ -178,3 +185,77 @@ def rich_stream(acts: int = 220, seed: int = 5, ahead: int = 0) -> list[ev.StepB
         storm.act()
     storm.drain()
     return storm.stop()
+
+
+def every_event(acts: int = 75, seed: int = 23, vocab: int = 6) -> list[ev.StepBatch]:
+    """A complete stream in which every type of event occurs, several priorities, audited hits, some of them bad, and
+    log probabilities."""
+    storm = Storm(seed, num_blocks=24, block_size=4, vocab=vocab, audit=2, scheduling_policy="priority")
+    storm.log.emit(ev.ModelLoading(2, 2, "weights"))
+    pool, runner = storm.core._pool, storm.core.runner
+    assert isinstance(runner, ToyRunner)
+    for place in range(acts):
+        if place % 5 == 4:
+            storm.submit([i // 7 for i in range(18)], 5, "salt" if place % 2 else None, logprobs=2)
+        if place % 40 == 30:  # a block that is found later does not hold what it should
+            for b in range(1, pool.num_blocks):
+                if pool.hash_of(b) is not None:
+                    runner._kv[b, 0] = -9
+        storm.act()
+    storm.drain()
+    return _with_more(storm.stop())
+
+
+def _with_more(batches: list[ev.StepBatch]) -> list[ev.StepBatch]:
+    """The same stream with TokenLogprobs, where they are asked for, and with events of a device."""
+    asking: set[int] = set()
+    sequences: dict[int, int] = {}
+    out: list[ev.StepBatch] = []
+    total = 0
+    explained: set[int] = set()
+    for batch in batches:
+        events: list[Any] = []
+        for e in batch.events:
+            if isinstance(e, ev.RequestQueued):
+                e = replace(e, conversation=e.request_id // 2)
+            elif isinstance(e, ev.StepCompleted):
+                e = replace(e, t_gpu=e.t_forward)
+            events.append(e)
+            if isinstance(e, ev.RequestQueued) and e.params["logprobs"] is not None:
+                asking.add(e.request_id)
+            elif isinstance(e, ev.RequestAdmitted):
+                sequences[e.seq_id] = e.request_id
+            elif isinstance(e, ev.SequenceForked):
+                sequences[e.child] = e.request_id
+            elif isinstance(e, ev.TokensSampled):
+                drawn = iter(e.token_ids)
+                rows = [
+                    (i, next(drawn))
+                    for i, count in zip(e.seq_ids, e.counts, strict=True)
+                    for _ in range(count)
+                ]
+                rows = [(i, token) for i, token in rows if sequences[i] in asking]
+                if rows:
+                    told = _logprobs(rows)
+                    new = sorted(set(LIKELY).intersection(chain.from_iterable(told.top_ids)) - explained)
+                    explained.update(new)
+                    if new:
+                        events.append(ev.TokenPieces(new, [b"x"] * len(new)))
+                    events.append(told)
+            elif isinstance(e, ev.StepCompleted) and batch.step % 20 == 1:
+                events.append(ev.DeviceSample(50.0, 2**30, 2**34, 300.0, 60.0, 1e12))
+                events.append(
+                    ev.KernelsProfiled(4, 1, ["a", "b"], [1, 2], [0.1, 0.2], [8, 9], [7, 6], 0.4, 1e9, 1e12)
+                )
+                events.append(ev.GraphCaptured(8, 1, 0.5))
+        out.append(replace(batch, first_event=total, events=events))
+        total += len(events)
+    return out
+
+
+def _logprobs(rows: list[tuple[int, int]]) -> ev.TokenLogprobs:
+    """In turns the likeliest token was drawn, and one that is not among the likeliest."""
+    seq_ids, tokens = [i for i, _ in rows], [token for _, token in rows]
+    drawn = [-0.5 if place % 2 == 0 else -4.0 for place in range(len(rows))]
+    top = [[token, LIKELY[0]] if p == -0.5 else list(LIKELY) for token, p in zip(tokens, drawn, strict=True)]
+    return ev.TokenLogprobs(seq_ids, tokens, drawn, top, [[-0.5, -2.0] for _ in rows])

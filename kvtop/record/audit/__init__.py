@@ -1,110 +1,86 @@
-"""Audit: does a stream of events make sense, event by event? The laws beside the pool's own.
+"""Audit: does a stream of events make sense, event by event? The laws besides the pool's own.
 
-Owns what each kind of event demands of those before it: a life of a request, the life of a step, what a
-look-up may find, what must be published, what the figures at the end must say. The pool's transitions
-are PoolMirror's. Written from the contract (engine.events), not from the engine's code, so that the two can
-contradict each other. Redundancy is the point: most events that are missing show even if whoever took them
-out renumbered the rest. Not those that nothing else depends on: ModelLoading, DeviceSample, KernelsProfiled,
-GraphCaptured, a PoolSnapshot in the middle, and TokenPieces of a redacted recording.
+Owns the list of laws and the order in which they see an event. The transitions of the pool are PoolMirror's. The
+laws are written from the contract (engine.events), not from the engine's code, so that the two can contradict each
+other. Most events that are missing, and most fields that were changed, show because others depend on them, even if
+the rest was renumbered; docs/recording.md lists what nothing else depends on.
 """
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar
+from typing import Any
 
 from engine import events as ev
-from kvtop.record.audit.books import Broken, need
-from kvtop.record.audit.pool import PoolLaws
-from kvtop.record.audit.requests import RequestLaws
-from kvtop.record.audit.steps import StepLaws
+from kvtop.record.audit.books import Books, Broken
+from kvtop.record.audit.endings import EndingLaw
+from kvtop.record.audit.evictions import EvictionLaw
+from kvtop.record.audit.hits import HitLaw
+from kvtop.record.audit.law import Law
+from kvtop.record.audit.logprobs import LogprobLaw
+from kvtop.record.audit.pool import PoolLaw
+from kvtop.record.audit.requests import RequestLaw
+from kvtop.record.audit.steps import StepLaw
+from kvtop.record.audit.text import TextLaw
+from kvtop.record.audit.times import TimeLaw
 from kvtop.state.pool_mirror import StateError
 
-__all__ = ["Audit", "Broken", "broken"]
+__all__ = ["Audit", "Broken"]
+
+LAWS: tuple[type[Law], ...] = (
+    PoolLaw,
+    RequestLaw,
+    StepLaw,
+    EvictionLaw,
+    HitLaw,
+    LogprobLaw,
+    TextLaw,
+    EndingLaw,
+    TimeLaw,
+)
+"""In the order in which they take an event: those that write the books come first."""
+_WRONG = (Broken, StateError, ValueError, IndexError, KeyError, TypeError, struct.error)
 
 
-class Audit(PoolLaws, RequestLaws, StepLaws):
-    """Call `event` for each event in order, `end_batch` after each batch, `close` at the end. All raise
-    Broken or StateError; a stream may be audited further after that, up to the caller."""
+class Audit:
+    """Raises Broken for an EngineStarted that cannot be."""
 
-    def event(self, e: Any) -> None:
-        """The next event."""
-        if type(e) is not ev.EngineStopped:
-            self._closing = None
-        handler = self._handlers.get(type(e))
-        if handler is not None:
-            handler(self, e)
+    def __init__(self, started: ev.EngineStarted) -> None:
+        self._books = Books(started)
+        self._laws = [law(self._books) for law in LAWS]
+        self._takers: dict[type, list[Callable[[Any], None]]] = {}
+        for law in self._laws:
+            for kind, method in law.takers():
+                self._takers.setdefault(kind, []).append(method)
 
-    def end_batch(self, step: int) -> None:
-        """All events of a batch are in; `step` is the batch's."""
-        scheduled, self._scheduled = self._scheduled, None
-        sampled, completed, failed = self._sampled, self._completed, self._failed
-        self._sampled = self._completed = self._failed = False
-        if scheduled is not None and not sampled:
-            self._written()
-        if scheduled is not None:
-            need(sampled or failed, "StepScheduled without TokensSampled or an EngineError")
-            need(completed, "StepScheduled without StepCompleted")
-        need(step == self.steps, f"step is {step} after {self.steps} StepScheduled")
-        if self._text and not self.redacted:
-            missing = self._used - self._pieces
-            self._pieces |= self._used
-            self._used.clear()
-            need(not missing, f"TokenPieces is missing for token {min(missing, default=0)}")
-
-    def close(self) -> None:
-        """The stream is over."""
-        need(not self.unfinished, f"request {next(iter(self.unfinished), 0)} never finished")
-        need(self._closing is not None, "no closing PoolSnapshot right before the end")
-
-    def resync(self, s: ev.PoolSnapshot) -> None:
-        """Believe the pool after a broken law, so that the next one is told for itself."""
-        self.mirror.load(s)
-        for i, computed in zip(s.seq_ids, s.computed, strict=True):
-            if i in self._branches:
-                self._branches[i].computed = computed
-                self._branches[i].published = len(self.mirror.tables.get(i, []))
-
-    _handlers: ClassVar[dict[type, Callable[[Audit, Any], None]]] = {
-        ev.BlocksAllocated: PoolLaws._on_allocated,
-        ev.BlocksTouched: PoolLaws._on_touched,
-        ev.BlocksCopied: PoolLaws._on_copied,
-        ev.BlocksReleased: PoolLaws._on_released,
-        ev.BlocksStored: PoolLaws._on_stored,
-        ev.BlocksEvicted: PoolLaws._on_evicted,
-        ev.CacheCleared: PoolLaws._on_cleared,
-        ev.PoolSnapshot: PoolLaws._on_snapshot,
-        ev.RequestQueued: RequestLaws._on_queued,
-        ev.PrefixLookup: RequestLaws._on_lookup,
-        ev.AdmissionBlocked: RequestLaws._on_blocked,
-        ev.RequestAdmitted: RequestLaws._on_admitted,
-        ev.RequestPreempted: RequestLaws._on_preempted,
-        ev.RequestFinished: RequestLaws._on_finished,
-        ev.SequenceForked: StepLaws._on_forked,
-        ev.DraftVerified: StepLaws._on_verified,
-        ev.BeamPruned: StepLaws._on_pruned,
-        ev.StepScheduled: StepLaws._on_scheduled,
-        ev.TokensSampled: StepLaws._on_sampled,
-        ev.TokenPieces: StepLaws._on_pieces,
-        ev.StepCompleted: StepLaws._on_completed,
-        ev.EngineError: StepLaws._on_error,
-    }
-
-
-def broken(audit: Audit, events: list[Any], step: int) -> Iterator[tuple[str, str]]:
-    """(event's name, what it broke) for one batch; a snapshot after a broken law is believed."""
-    for e in events:
-        try:
-            audit.event(e)
-        except (Broken, StateError, ValueError, IndexError, KeyError, struct.error) as error:
-            yield type(e).__name__, str(error)
-            if type(e) is ev.PoolSnapshot:
+    def take(self, batch: ev.StepBatch) -> Iterator[tuple[str, str]]:
+        """(event's name, what it broke) for the next batch. A snapshot after a broken law is believed."""
+        self._books.begin_batch(batch)
+        for e in batch.events:
+            whole = True
+            for take in self._takers.get(type(e), ()):
                 try:
-                    audit.resync(e)
+                    take(e)
+                except _WRONG as error:
+                    whole = False
+                    yield type(e).__name__, str(error)
+            if type(e) is ev.PoolSnapshot and not whole:
+                try:
+                    self._books.resync(e)
                 except (StateError, ValueError) as worse:
                     yield type(e).__name__, str(worse)
-    try:
-        audit.end_batch(step)
-    except Broken as error:
-        yield "", str(error)
+        for law in self._laws:
+            try:
+                law.end_batch(batch)
+            except _WRONG as error:
+                yield "", str(error)
+        self._books.end_batch()
+
+    def close(self) -> Iterator[str]:
+        """What is missing or wrong in the stream as a whole."""
+        for law in self._laws:
+            try:
+                law.close()
+            except _WRONG as error:
+                yield str(error)

@@ -1,7 +1,7 @@
-"""Books: what an audit remembers of a stream, and the one way a law breaks.
+"""Books: what the events of a stream have said so far, for all laws, and the one way a law breaks.
 
 Owns the records of requests and their branches, built from the events alone, and a block's hash by its
-definition.
+definition. What only one law needs is that law's own.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from xxhash import xxh3_128_digest
 
 from engine import events as ev
+from kvtop.record.door import MOST_BLOCK_SIZE, MOST_BLOCKS
 from kvtop.state.pool_mirror import PoolMirror
 
 
@@ -70,12 +71,12 @@ class Life:
 
 
 class Books:
-    """Shared by the laws of the pool, of requests and of steps."""
+    """Raises Broken where the EngineStarted cannot be."""
 
     def __init__(self, started: ev.EngineStarted) -> None:
         need(started.schema <= ev.SCHEMA, f"schema {started.schema} is newer than {ev.SCHEMA}")
-        need(2 <= started.num_blocks <= 1 << 24, f"{started.num_blocks} blocks cannot be")
-        need(1 <= started.block_size <= 1 << 16, f"blocks of {started.block_size} tokens cannot be")
+        need(2 <= started.num_blocks <= MOST_BLOCKS, f"{started.num_blocks} blocks cannot be")
+        need(1 <= started.block_size <= MOST_BLOCK_SIZE, f"blocks of {started.block_size} tokens cannot be")
         self.size = started.block_size
         self.mirror = PoolMirror(started.num_blocks, started.block_size)
         self.redacted = started.hash_seed is None
@@ -84,60 +85,78 @@ class Books:
         self.steps = 0
         seed = started.hash_seed
         need(seed is None or 0 <= seed < 1 << 64, f"hash_seed {seed} is out of range")
-        self._root = xxh3_128_digest((seed or 0).to_bytes(8, "big"))
-        self._caching: bool = bool(started.knobs.get("enable_prefix_caching", True))
-        self._text = "text" in started.capabilities
-        self._branches: dict[int, Branch] = {}
-        self._pieces: set[int] = set()
-        self._used: set[int] = set()
-        self._withdrawn: set[int] = set()
-        self._stored_now: set[int] = set()
+        self.root = xxh3_128_digest((seed or 0).to_bytes(8, "big"))
+        self.caching: bool = bool(started.knobs.get("enable_prefix_caching", True))
+        self.has_text = "text" in started.capabilities
+        self.branches: dict[int, Branch] = {}
+        self.stored_now: set[int] = set()
         """Blocks that are published and not yet written: by the step that is sampled next."""
-        self._stored_next: set[int] = set()
+        self.stored_next: set[int] = set()
         """By the one after it."""
-        self._publishing: list[Life] = []
-        self._scheduled: ev.StepScheduled | None = None
-        self._drafts: dict[int, tuple[int, int]] = {}
-        """Drafts of a sequence in this step, and how many its tokens say were accepted."""
-        self._born: dict[int, int] = {}
+        self.publishing: list[Life] = []
+        self.scheduled: ev.StepScheduled | None = None
+        self.born: dict[int, int] = {}
         """Branches that parted in this step, and the tokens that their parents have computed in it."""
-        self._sampled = self._completed = self._failed = False
-        self._closing: ev.PoolSnapshot | None = None
+        self.sampled = self.completed = self.failed = False
+        self.t_before = self.t = 0.0
+        """The batches' clock at the end of the batch before, and of this one."""
+        self.knobs = started.knobs
+        self.max_model_len = started.max_model_len
 
-    def _life(self, request_id: int) -> Life:
+    def begin_batch(self, batch: ev.StepBatch) -> None:
+        """Its events come next."""
+        self.t_before, self.t = self.t, batch.t
+
+    def end_batch(self) -> None:
+        """Every law has seen it."""
+        self.scheduled = None
+        self.sampled = self.completed = self.failed = False
+
+    def resync(self, s: ev.PoolSnapshot) -> None:
+        """Believe the pool after a broken law, so that the next violation is one of its own."""
+        self.mirror.load(s)
+        for i, computed in zip(s.seq_ids, s.computed, strict=True):
+            if i in self.branches:
+                self.branches[i].computed = computed
+                self.branches[i].published = len(self.mirror.tables.get(i, []))
+
+    def life(self, request_id: int) -> Life:
+        """The request. Raises Broken if it was never queued."""
         need(request_id in self.lives, f"request {request_id} was never queued")
         return self.lives[request_id]
 
-    def _branch(self, seq_id: int) -> Branch:
-        need(seq_id in self._branches, f"sequence {seq_id} was never admitted")
-        return self._branches[seq_id]
+    def branch(self, seq_id: int) -> Branch:
+        """The sequence. Raises Broken if it was never admitted."""
+        need(seq_id in self.branches, f"sequence {seq_id} was never admitted")
+        return self.branches[seq_id]
 
-    def _reached(self, branch: Branch) -> int:
-        """Tokens that have KV once the step that is told is sampled."""
-        plan = self._scheduled
-        if plan is None or self._sampled or branch.seq_id not in plan.seq_ids:
+    def reached(self, branch: Branch) -> int:
+        """Tokens that have KV once the step of this batch is sampled."""
+        plan = self.scheduled
+        if plan is None or self.sampled or branch.seq_id not in plan.seq_ids:
             return branch.computed
         row = plan.seq_ids.index(branch.seq_id)
         return plan.start[row] + plan.n[row]
 
-    def _first(self, life: Life, seq_id: int) -> Branch:
+    def first_branch(self, life: Life, seq_id: int) -> Branch:
+        """A request's first sequence, which holds its prompt."""
         return Branch(seq_id, life, list(life.queued.prompt_token_ids), life.prompt)
 
-    def _written(self) -> None:
+    def written(self) -> None:
         """What was published for this step is now there, or was withdrawn; the next one's is next."""
-        self._stored_now, self._stored_next = self._stored_next, set()
-        for life in self._publishing:
+        self.stored_now, self.stored_next = self.stored_next, set()
+        for life in self.publishing:
             life.before_step, life.before_next = life.before_next, None
-        self._publishing = [life for life in self._publishing if life.before_step is not None]
+        self.publishing = [life for life in self.publishing if life.before_step is not None]
 
-    def _hash(self, branch: Branch, block: int) -> str:
+    def block_hash(self, branch: Branch, block: int) -> str:
         """Hash of a block by its definition, from the sequence's own tokens."""
         chain, size = branch.chain, self.size
         while len(chain) <= block:
             i = len(chain)
             tokens = branch.tokens[i * size : (i + 1) * size]
             need(len(tokens) == size, f"block {block} is not full")
-            data = (chain[-1] if chain else self._root) + struct.pack(f"<{size}i", *tokens)
+            data = (chain[-1] if chain else self.root) + struct.pack(f"<{size}i", *tokens)
             if i == 0 and branch.request.queued.salt is not None:
                 data += bytes.fromhex(branch.request.queued.salt)
             chain.append(xxh3_128_digest(data))
