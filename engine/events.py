@@ -279,7 +279,7 @@ class RequestQueued(Event, frozen=True):
     conversation: Whole | None = None
     spans: list[tuple[Count, Count, str, str]] = []
     params: dict[str, Any] = {}
-    position: int = -1
+    position: Whole = -1
 
 
 class PrefixLookup(Event, frozen=True):
@@ -327,7 +327,7 @@ class RequestPreempted(Event, frozen=True):
     seq_ids: list[Count]
     tokens_lost: Count
     """Computed tokens whose KV was given up (part of it may come back as cache hits)."""
-    position: int = -1
+    position: Whole = -1
 
 
 class RequestFinished(Event, frozen=True):

@@ -24,6 +24,7 @@ from kvtop.record.audit.requests import RequestLaw
 from kvtop.record.audit.steps import StepLaw
 from kvtop.record.audit.text import TextLaw
 from kvtop.record.audit.times import TimeLaw
+from kvtop.record.audit.waiting import WaitingLaw
 from kvtop.state.pool_mirror import StateError
 
 __all__ = ["Audit", "Broken"]
@@ -32,6 +33,7 @@ LAWS: tuple[type[Law], ...] = (
     PoolLaw,
     RequestLaw,
     StepLaw,
+    WaitingLaw,
     EvictionLaw,
     HitLaw,
     LogprobLaw,

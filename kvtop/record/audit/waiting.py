@@ -1,0 +1,69 @@
+"""Law of the waiting queue: each request enters it where it says, and only its head is admitted or blocked.
+
+Owns the queue, in its order. Recordings that are older than `position` say nothing about it, and are not asked.
+"""
+
+from __future__ import annotations
+
+from engine import events as ev
+from kvtop.record.audit.books import Books, need
+from kvtop.record.audit.law import Law, takes
+
+
+class WaitingLaw(Law):
+    """Under the policy `priority` the queue is sorted by priority, arrival and id."""
+
+    def __init__(self, books: Books) -> None:
+        super().__init__(books)
+        self._queue: list[int] = []
+        self._told = False
+        """Some event said a position: this recording has them."""
+        self._sorted = books.knobs.get("scheduling_policy") == "priority"
+
+    @takes(ev.RequestQueued, ev.RequestPreempted)
+    def enters(self, e: ev.RequestQueued | ev.RequestPreempted) -> None:
+        """At an index that the queue has; -1: it never waits."""
+        if e.position < 0:
+            return
+        self._told = True
+        queue, place, mine = self._queue, e.position, e.request_id
+        queue.insert(place, mine)
+        need(place < len(queue), f"request {mine} enters at {place} of {len(queue)}")
+        if self._sorted:
+            near = [self._rank(i) for i in queue[max(0, place - 1) : place + 2]]
+            need(
+                near == sorted(near), f"request {mine} enters at {place}, where its priority does not belong"
+            )
+        elif type(e) is ev.RequestQueued:
+            need(place == len(queue) - 1, f"request {mine} enters at {place}, not at the end")
+
+    @takes(ev.RequestAdmitted)
+    def admitted(self, e: ev.RequestAdmitted) -> None:
+        """The head leaves."""
+        if self._told:
+            head = self._queue[:1]
+            self._leave(e.request_id)
+            need(
+                head == [e.request_id], f"request {e.request_id} is admitted, the head of the queue is {head}"
+            )
+
+    @takes(ev.AdmissionBlocked)
+    def blocked(self, e: ev.AdmissionBlocked) -> None:
+        """The head cannot."""
+        head = self._queue[:1]
+        need(
+            not self._told or head == [e.request_id], f"request {e.request_id} is blocked, the head is {head}"
+        )
+
+    @takes(ev.RequestFinished)
+    def finished(self, e: ev.RequestFinished) -> None:
+        """Aborted, or refused, while it waited."""
+        self._leave(e.request_id)
+
+    def _leave(self, request_id: int) -> None:
+        if request_id in self._queue:
+            self._queue.remove(request_id)
+
+    def _rank(self, request_id: int) -> tuple[int, float, int]:
+        queued = self.books.life(request_id).queued
+        return queued.priority, queued.t_arrival, request_id
