@@ -406,6 +406,9 @@ class Engine:
                 core.snapshot()
             except Exception:  # the failure that ended the engine is already told
                 _log.exception("closing the engine")
+        # What the start froze would outlive the interpreter's last collection: memory that is never given back, and
+        # libraries that list at exit whatever of theirs is still alive.
+        gc.unfreeze()
         self._log.cut(EngineStopped(reason))
 
     def _finished(self, request: Request) -> None:
