@@ -7,7 +7,8 @@ moments and changes nothing. Invariant: with `still` (--no-motion) nothing moves
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -24,7 +25,7 @@ PER_BLOCK = 0.025
 FLASH = 0.15
 """How long a cell stays bright after the sweep has passed it."""
 SETTLE = 1.2
-"""How long a hit covers even a share count, and pixels of many blocks."""
+"""How long a hit shows in pixels of many blocks."""
 AFTERGLOW = 4.0
 """How long a hit stays marked at least, also if its request has finished by then."""
 EVICTED = 0.6
@@ -46,6 +47,8 @@ class Sweep:
     ids: Ids
     start: float
     seconds: float
+    gone: Ids = field(default_factory=lambda: _NONE)
+    """Those of `ids` whose content was evicted since: what they hold now was not hit."""
     live: bool = True
     """The request still runs, so its hit blocks stay marked."""
 
@@ -56,15 +59,22 @@ class Sweep:
             return n
         return min(n, max(0, int(n * (wall - self.start) / self.seconds) + 1))
 
+    def reached(self, wall: float) -> Ids:
+        """The blocks that the sweep has reached and that still hold what was hit."""
+        return self._kept(self.ids[: self.lit(wall)])
+
+    def _kept(self, ids: Ids) -> Ids:
+        return ids[~np.isin(ids, self.gone)] if len(self.gone) else ids
+
     def flash(self, wall: float) -> Ids:
         """Blocks that are bright now."""
         n = len(self.ids)
         if self.seconds <= 0:
-            return self.ids if wall < self.start + STILL else _NONE
+            return self._kept(self.ids) if wall < self.start + STILL else _NONE
         if wall >= self.start + self.seconds + FLASH:
             return _NONE
         back = int(n * (wall - FLASH - self.start) / self.seconds) + 1
-        return self.ids[max(0, back) : self.lit(wall)]
+        return self._kept(self.ids[max(0, back) : self.lit(wall)])
 
     def moving(self, wall: float) -> bool:
         """Frames differ without any new batch."""
@@ -120,6 +130,8 @@ class Motion:
             sweep = self.sweeps[rid]
             sweep.ids = np.concatenate((sweep.ids, np.setdiff1d(ids, sweep.ids)))
         elif moment.kind == "evicted":
+            for sweep in self.sweeps.values():
+                sweep.gone = np.union1d(sweep.gone, ids)
             until = start + (STILL if self.still else EVICTED)
             for b in ids:
                 self._evicted[int(b)] = until
@@ -137,22 +149,17 @@ class Motion:
 
     def hit(self) -> Ids:
         """Blocks read from the cache by requests that run (or ran a moment ago), as far as swept."""
-        parts = [s.ids[: s.lit(self.wall)] for s in self.sweeps.values()]
-        return np.concatenate(parts) if parts else _NONE
+        return _together(s.reached(self.wall) for s in self.sweeps.values())
 
     def fresh(self) -> Ids:
-        """The part of `hit` whose mark covers even a share count."""
-        parts = [
-            s.ids[: s.lit(self.wall)]
-            for s in self.sweeps.values()
-            if self.wall < s.start + s.seconds + SETTLE
-        ]
-        return np.concatenate(parts) if parts else _NONE
+        """The part of `hit` that shows in pixels of many blocks, which cannot glow."""
+        return _together(
+            s.reached(self.wall) for s in self.sweeps.values() if self.wall < s.start + s.seconds + SETTLE
+        )
 
     def flash(self) -> Ids:
         """Blocks that the sweep passes right now."""
-        parts = [s.flash(self.wall) for s in self.sweeps.values()]
-        return np.concatenate(parts) if parts else _NONE
+        return _together(s.flash(self.wall) for s in self.sweeps.values())
 
     def evicted(self) -> Ids:
         """Blocks that lost their content a moment ago."""
@@ -175,3 +182,8 @@ class Motion:
         return bool(self._evicted or self._copied) or any(
             s.moving(wall) or wall < s.start + s.seconds + AFTERGLOW for s in self.sweeps.values()
         )
+
+
+def _together(parts: Iterable[Ids]) -> Ids:
+    found = list(parts)
+    return np.concatenate(found) if found else _NONE

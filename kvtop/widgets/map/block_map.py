@@ -1,13 +1,14 @@
 """BlockMap: every physical block of the pool, one a cell while they fit, else half-block pixels.
 
-Owns the looks of a cell. Invariant: without its marks (hit, evicted, copied, link) a cell shows exactly
-the state's glyph for its block; marks never hide a change for longer than they last. Only cells that
-differ from the last frame are sent.
+Owns the looks of a cell. Invariant: a cell's glyph always tells the state of its block. Marks (hit, copied, link, a
+moment after an eviction) change its colour; two have a glyph of their own, which stands for one state only: ◆ is an
+active block that was hit, × a block whose content was evicted and that nothing has been written to since. Only
+cells that differ from the last frame are sent.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -23,16 +24,18 @@ from textual.strip import Strip
 
 from kvtop.paint.map_layout import STATES, Histogram, Layout
 from kvtop.paint.motion import Motion
+from kvtop.state.blocks import BlockState
 from kvtop.units import NOT_HERE
 from kvtop.widgets.base.lines import Lines, Part
 
 if TYPE_CHECKING:
     from kvtop.state.dashboard import DashboardState
 
-# Codes of a cell, the state's own first: 6 bits, then two overlays.
+# Codes of a cell: 6 bits say which glyph, the bits above how it is coloured.
 FREE, CACHED, FILLING, ACTIVE, SHARED = 0, 1, 2, 10, 11
-HIT, FLASH, EVICTED, HIT_SHARED, HIT_CACHED, VOID = 20, 21, 22, 23, 32, 63
-COPY, LINK = 64, 128
+HIT, EVICTED, VOID = 20, 21, 63
+GLYPH = 63
+COPY, LINK, HIT_GLOW, EVICTED_GLOW, FLASH = 64, 128, 256, 512, 1024
 
 _SHARES = "23456789+"
 GLYPHS: dict[int, str] = {
@@ -40,13 +43,10 @@ GLYPHS: dict[int, str] = {
     CACHED: "▒",
     ACTIVE: "█",
     HIT: "◆",
-    FLASH: "◆",
     EVICTED: "×",
     VOID: " ",
     **{FILLING + i: glyph for i, glyph in enumerate("▁▂▃▄▅▆▇█")},
     **{SHARED + i: glyph for i, glyph in enumerate(_SHARES)},
-    **{HIT_SHARED + i: glyph for i, glyph in enumerate(_SHARES)},
-    HIT_CACHED: "▒",
 }
 """One glyph a code: the state can be read without colour."""
 
@@ -55,14 +55,11 @@ _INKS: dict[int, str] = {
     CACHED: "cached",
     ACTIVE: "active",
     HIT: "hit",
-    FLASH: "hit",
     EVICTED: "evicted",
     **{FILLING + i: "filling" for i in range(8)},
     **{SHARED + i: "shared" for i in range(9)},
-    **{HIT_SHARED + i: "hit" for i in range(9)},
-    HIT_CACHED: "hit",
 }
-"""Palette entry of a code."""
+"""Palette entry of a glyph."""
 
 _OF_STATE = np.array([FREE, CACHED, FILLING, ACTIVE, SHARED], np.int16)
 _PIXELS = ("free", "cached", "filling", "active", "shared", "evicted", "hit", "copy", "select", "background")
@@ -70,7 +67,8 @@ _PIXELS = ("free", "cached", "filling", "active", "shared", "evicted", "hit", "c
 _K = len(_PIXELS)
 _P_EVICTED, _P_HIT, _P_COPY, _P_SELECT, _P_VOID = 5, 6, 7, 8, 9
 _GLYPH_CODES = np.array(
-    [FREE, CACHED, FILLING + 4, ACTIVE, SHARED, EVICTED, HIT, HIT | COPY, HIT | LINK, VOID], np.int16
+    [FREE, CACHED, FILLING + 4, ACTIVE, SHARED, EVICTED, HIT | HIT_GLOW, HIT | COPY, HIT | LINK, VOID],
+    np.int16,
 )
 """Cell code of a pixel where there is no colour."""
 
@@ -178,58 +176,62 @@ class BlockMap(Lines):
 
     def _cells(self, state: DashboardState, layout: Layout) -> NDArray[np.int16]:
         """[height, columns] codes, one block a cell."""
-        kinds = state.pool.state[1:]
-        codes: NDArray[np.int16] = _OF_STATE[kinds]
-        filling = np.flatnonzero(kinds == 2)
-        eighths = -(-state.pool.fill[1:][filling].astype(np.int32) * 8 // self._block_size)
+        kinds = state.pool.state
+        codes: NDArray[np.int16] = _OF_STATE[kinds]  # by block id, the null block included
+        filling = np.flatnonzero(kinds == BlockState.FILLING)
+        eighths = -(-state.pool.fill[filling].astype(np.int32) * 8 // self._block_size)
         codes[filling] = FILLING + np.clip(eighths, 1, 8) - 1
-        shared = np.flatnonzero(kinds == 4)
-        codes[shared] = SHARED + np.clip(state.pool.ref[1:][shared], 2, 10) - 2
-        self._mark_cells(codes)
+        shared = np.flatnonzero(kinds == BlockState.SHARED)
+        codes[shared] = SHARED + np.clip(state.pool.ref[shared], 2, 10) - 2
+        self._mark_cells(codes, state)
         grid = np.full(layout.pixels, VOID, np.int16)
-        grid[: layout.n] = codes
+        grid[: layout.n] = codes[1:]
         return grid.reshape(layout.rows, layout.columns)
 
-    def _mark_cells(self, codes: NDArray[np.int16]) -> None:
+    def _mark_cells(self, codes: NDArray[np.int16], state: DashboardState) -> None:
+        """codes: by block id."""
         motion = self.motion
-        hit = motion.hit() - 1
+        hit, flash, evicted = motion.hit(), motion.flash(), motion.evicted()
         if len(hit):
-            # Given back meanwhile, a hit block is cached again: its glyph says so, its colour glows on.
-            codes[hit[codes[hit] == CACHED]] = HIT_CACHED
             codes[hit[codes[hit] == ACTIVE]] = HIT
-            codes[np.unique(hit[(codes[hit] >= SHARED) & (codes[hit] < HIT)])] += HIT_SHARED - SHARED
-            fresh = motion.fresh() - 1
-            codes[fresh[(codes[fresh] >= HIT_SHARED) & (codes[fresh] < HIT_CACHED)]] = HIT
-            flash = motion.flash() - 1
-            codes[flash[codes[flash] != HIT_CACHED]] = FLASH
-        codes[motion.evicted() - 1] = EVICTED
+            codes[hit] |= HIT_GLOW
+            codes[flash] |= FLASH
+        if len(evicted):
+            empty = _unwritten(state, evicted)
+            codes[evicted[empty]] = EVICTED
+            codes[evicted[~empty]] |= EVICTED_GLOW
         for pair in motion.copies:
-            codes[np.array(pair) - 1] |= COPY
+            codes[list(pair)] |= COPY
         codes[self._lit(len(codes))] |= LINK
 
-    def _lit(self, n: int) -> list[int]:
-        """Indices (id - 1) of the linked and selected blocks."""
+    def _lit(self, count: int) -> list[int]:
+        """Ids below `count` of the linked and selected blocks."""
         ids = self.link if self.selected is None else self.link | {self.selected}
-        return [b - 1 for b in ids if 0 < b <= n]
+        return [block for block in ids if 0 < block < count]
 
     def _pixels(self, state: DashboardState, layout: Layout) -> NDArray[np.int16]:
-        """[height, width] codes of pairs, top * _K + bottom; cell codes where there is no colour."""
+        """[height, width] codes of pairs, top * _K + bottom; cell codes where there is no colour. A pixel has one
+        colour only, so that marks show there for a moment and only where they still say what the block holds."""
         histogram = self._histogram
         assert histogram is not None
         for ids in self._touched:
             histogram.update(ids, state.pool.state[1:])
         self._touched.clear()
-        pixels, at, motion = histogram.majority(), histogram.pixel_of, self.motion
+        pixels, motion = histogram.majority(), self.motion
+
+        def at(ids: Sequence[int] | NDArray[Any]) -> NDArray[np.int64]:
+            return histogram.pixel_of[np.asarray(ids, np.int64) - 1]  # its first entry is block 1's
+
         hit = motion.fresh()
         if layout.mode == "halves":
             pixels[layout.n :] = _P_VOID
             hit = motion.hit()
-            hit = hit[state.pool.state[hit] >= 3]  # given back meanwhile: then its true state shows
-        pixels[at[hit - 1]] = _P_HIT
-        pixels[at[motion.evicted() - 1]] = _P_EVICTED
+        evicted = motion.evicted()
+        pixels[at(hit[state.pool.state[hit] >= BlockState.ACTIVE])] = _P_HIT
+        pixels[at(evicted[_unwritten(state, evicted)])] = _P_EVICTED
         for pair in motion.copies:
-            pixels[at[np.array(pair) - 1]] = _P_COPY
-        pixels[at[self._lit(len(at))]] = _P_SELECT
+            pixels[at(pair)] = _P_COPY
+        pixels[at(self._lit(layout.n + 1))] = _P_SELECT
         if layout.stack == 1:
             return _GLYPH_CODES[pixels].reshape(layout.height, layout.width)
         grid = pixels.reshape(2 * layout.height, layout.width)
@@ -272,21 +274,20 @@ class BlockMap(Lines):
                 glyph = " " if top == bottom == _P_VOID else "▀"
                 style = self.palette.pair(_PIXELS[top], _PIXELS[bottom])
             else:
-                glyph, style = GLYPHS[code & 63] + " " * (layout.pitch - 1), self._look(code)
+                glyph, style = GLYPHS[code & GLYPH] + " " * (layout.pitch - 1), self._look(code)
             segment = self._segments[code, count] = Segment(glyph * count, self.base + style)
         return segment
 
     def _look(self, code: int) -> Style:
-        glyph = code & 63
-        if code & LINK:
-            return self.palette.on("select")
-        if code & COPY:
-            return self.palette.on("copy")
-        if glyph == FLASH:
-            return self.palette.on("hit")
+        glyph = code & GLYPH
+        for mark, name in ((LINK, "select"), (COPY, "copy"), (FLASH, "hit")):
+            if code & mark:
+                return self.palette.on(name)
         if glyph == VOID:
             return Style.null()
-        return self.ink(_INKS[glyph]) + Style(bold=glyph in (HIT, EVICTED) or GLYPHS[glyph] in _SHARES)
+        name = "evicted" if code & EVICTED_GLOW else "hit" if code & HIT_GLOW else _INKS[glyph]
+        glows = bool(code & (EVICTED_GLOW | HIT_GLOW))
+        return self.ink(name) + Style(bold=glows or glyph == EVICTED or GLYPHS[glyph] in _SHARES)
 
     def _legend(self, state: DashboardState, layout: Layout) -> list[Part]:
         """Glyphs (or swatches of pixels) with names, and counts where there is room."""
@@ -334,3 +335,9 @@ class BlockMap(Lines):
             at = 1 if self.selected is None else self.selected + dx + dy * layout.row
             if 1 <= at <= layout.n:
                 self.post_message(self.Pointed(range(at, at + 1), clicked=True))
+
+
+def _unwritten(state: DashboardState, ids: NDArray[np.intp]) -> NDArray[np.bool_]:
+    """Which of these blocks hold nothing: no slot is written, no content can be found in them."""
+    found: NDArray[np.bool_] = (state.pool.fill[ids] == 0) & ~state.pool.hashed[ids]
+    return found

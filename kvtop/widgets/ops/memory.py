@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from kvtop.state.dashboard import DashboardState
 
 _LABEL = 10
-_PRIORITY = (4, 6, 0, 5, 7, 3, 1, 2)
-"""Rows in the order in which they get room; they stand in their own order."""
+_PRIORITY = (1, 3, 4, 6, 0, 5, 7, 2)
+"""Rows in the order in which they get room: what sequences hold and fill first. They are shown in their own order."""
 
 
 class MemoryPanel(Panel):
@@ -59,7 +59,7 @@ class MemoryPanel(Panel):
     def rows(self, state: DashboardState, now: float, width: int, height: int) -> list[Row]:
         """Two bars with their figures; the most telling ones where there is room for fewer."""
         rows = [*self._paged(state, width), *self._naive(state, width)]
-        return [tuple(cut(rows[i], width)) for i in sorted(_PRIORITY[:height])]
+        return [tuple(cut(_shortened(rows[i], width), width)) for i in sorted(_PRIORITY[:height])]
 
     def _paged(self, state: DashboardState, width: int) -> list[Row]:
         usable, size = state.num_blocks - 1, state.block_size
@@ -115,6 +115,12 @@ class MemoryPanel(Panel):
             for (_, glyph, style), start, stop in zip(parts, edges, edges[1:], strict=False)
         ]
         return ((label, self.ink("muted")), *cells)
+
+
+def _shortened(row: Row, width: int) -> Row:
+    """Without its last word, the unit, where the row is too long for it."""
+    *head, (text, style) = row
+    return (*head, (text.rpartition(" ")[0], style)) if sum(len(t) for t, _ in row) > width else row
 
 
 def _share(part: int, whole: int) -> str:

@@ -7,9 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.events import StepBatch
+from engine.events import BlocksEvicted, StepBatch
 from kvtop.paint.map_layout import STATES, Histogram, Layout
 from kvtop.state.dashboard import BlockState, DashboardState
+from kvtop.widgets.map.block_map import ACTIVE, EVICTED_GLOW
 from tests.kvtop.screen import Show, show
 from tests.kvtop.stage import Stage
 from tests.kvtop.streams import rich_stream
@@ -164,6 +165,7 @@ async def test_only_what_changed_is_refreshed() -> None:
 
 
 async def test_marks_lie_over_the_state_for_their_time() -> None:
+    """× only while nothing has been written to the block; with content again its glyph is the true one."""
     stage = Stage(num_blocks=41)
     first, second = (" ".join(f"{c}{i}" for i in range(400)) for c in "ab")
     stage.submit("why?", first)
@@ -171,16 +173,60 @@ async def test_marks_lie_over_the_state_for_their_time() -> None:
     n = len(stage.batches)
     stage.submit("how?", second)
     stage.step()
+    after = stage.batches[n:]
+    async with show((100, 30), stage.batches[:n]) as shown:
+        shown.apply(after, after=0.0)
+        state, map_ = shown.app.state, shown.app.main.map
+        gone = shown.app.motion.evicted().tolist()
+        written = [b for b in gone if state.pool.fill[b] or state.pool.hashed[b]]
+        assert written and len(written) < len(gone)
+        for block in gone:
+            assert cells(shown)[block] == (glyph(state, block) if block in written else "×")
+        glowing = map_._look(ACTIVE | EVICTED_GLOW)
+        assert glowing.color == shown.app.palette["evicted"].color and glowing.bold
+        shown.wall += 0.61
+        shown.app.tick()
+        assert not len(shown.app.motion.evicted())
+
+
+async def test_an_evicted_block_is_crossed_out_until_something_is_written_to_it() -> None:
+    stage = Stage(num_blocks=8)
+    stage.submit("why?", " ".join(f"a{i}" for i in range(60)))
+    stage.run()
+    state = DashboardState()
+    for batch in stage.batches:
+        state.apply(batch)
+    cached = [b for b in range(1, 8) if state.pool.hashed[b]][:2]
+    first = stage.batches[-1].first_event + len(stage.batches[-1].events)
+    hashes = [state.pool.hash_of(b) for b in cached]
+    event = BlocksEvicted(ids=cached, hashes=hashes, why="invalid", by_seq=None)
+    last = stage.batches[-1]
+    async with show((100, 30), stage.batches) as shown:
+        shown.apply([StepBatch(last.seq + 1, last.t, last.step, first, [event])], after=0.0)
+        assert all(cells(shown)[b] == "×" for b in cached)
+        shown.wall += 0.61
+        shown.app.tick()
+        assert all(cells(shown)[b] == "·" for b in cached)
+
+
+async def test_a_shared_block_shows_its_count_also_while_the_sweep_passes() -> None:
+    stage = Stage()
+    page = "w " * 400
+    stage.submit("why?", page, answer="word " * 40)
+    stage.run()
+    stage.submit("how?", page, answer="word " * 40)
+    stage.submit("when?", page, answer="word " * 40)
+    n = len(stage.batches)
+    stage.step()
     async with show((100, 30), stage.batches[:n]) as shown:
         shown.apply(stage.batches[n:], after=0.0)
-        gone = shown.app.motion.evicted().tolist()
-        assert gone and all(cells(shown)[b] == "×" for b in gone)
-        shown.wall += 0.59
-        shown.app.tick()
-        assert cells(shown)[gone[0]] == "×"
-        shown.wall += 0.02
-        shown.app.tick()
-        assert all(cells(shown)[b] == glyph(shown.app.state, b) for b in gone)
+        state = shown.app.state
+        shared = [b for b in range(1, state.num_blocks) if state.pool.state[b] == BlockState.SHARED]
+        assert len(shared) > 10 and len(shown.app.motion.hit())
+        for wait in (0.0, 0.1, 0.3, 1.0, 5.0):
+            shown.wall += wait
+            shown.app.tick()
+            assert {cells(shown)[b] for b in shared} == {"2"}, wait
 
 
 @pytest.mark.parametrize(

@@ -108,10 +108,10 @@ async def test_at_rest_nothing_is_wasted_and_nothing_is_a_number() -> None:
 @pytest.mark.parametrize(
     ("height", "names"),
     [
-        (1, ["wasted"]),
-        (2, ["wasted", "wasted"]),
-        (4, ["paged", "wasted", "naive", "wasted"]),
-        (5, ["paged", "wasted", "naive", "wasted", "fit"]),
+        (1, ["referenced"]),
+        (2, ["referenced", "filled"]),
+        (4, ["referenced", "filled", "wasted", "wasted"]),
+        (5, ["paged", "referenced", "filled", "wasted", "wasted"]),
         (20, ["paged", "referenced", "cached", "filled", "wasted", "naive", "wasted", "fit"]),
     ],
 )
