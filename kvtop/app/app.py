@@ -233,7 +233,7 @@ class KvtopApp(OrderedApp):
         self._set_pace()
         if self.main.logs and self.captured is not None and self.captured.poll():
             self.main.log_panel.stale = True
-        if self.output_has_room and self._is_due(wall):
+        if self.draws_at_once and self._is_due(wall):
             self._frame(wall, every=False)
 
     def _is_due(self, wall: float) -> bool:

@@ -17,17 +17,21 @@ LAST_WORDS = 0.3
 """Seconds that the terminal is given at the end to take what is left."""
 MOST_WAITING = 4 << 20
 """Bytes after which what waits is thrown away: nobody reads this terminal."""
-FORGET = 30.0
+FORGET = 60.0
 """Seconds without a full buffer after which a slow terminal is taken for a fast one again."""
-TWICE = 3.0
-"""Seconds within which the buffer must be full twice before a terminal counts as slow: once is a short stop."""
-BUFFER, PORTION = 20_000, 4096
-"""Bytes that Linux keeps for a pseudo-terminal before a write fails, and that must go before it takes more."""
+FAST = 1e6
+"""Bytes a second from which on a terminal is not slow."""
+SLICE = 0.1
+"""Seconds for which a slow terminal is given work at once: a key's echo comes behind it."""
+LEAST, MOST = 0.1, 3.0
+"""Seconds between two moments with a full buffer from which the terminal's speed can be told."""
+BUFFER = 20_000
+"""Bytes that Linux keeps for a pseudo-terminal before a write fails."""
 
 
 class Output:
-    """The terminal behind `fd`. `on_free` is called when it has taken everything after having been full,
-    `on_gone` once when it is no more; both from the event loop."""
+    """The terminal behind `fd`. `on_free` is called when `is_full` has ended, `on_gone` once when there is no terminal
+    any more; both from the event loop."""
 
     def __init__(
         self,
@@ -45,19 +49,21 @@ class Output:
         """Bytes a second that the terminal takes; None: no limit was met."""
         self._empty_at = 0.0
         """When what was written has probably been shown."""
-        self._full_from = self._full_before = float("-inf")
-        """When the system's buffer became full, and when it had been full the time before."""
+        self._full_at = float("-inf")
+        """When the system's buffer was last found full."""
         self._taken_since = 0
+        """Bytes that it has taken since then: as many as the terminal has, once it is full again."""
+        self._wakes: asyncio.TimerHandle | None = None
 
     @property
     def is_full(self) -> bool:
-        """The terminal has not taken what was written last: another frame would only come later."""
-        return self._watching
+        """What is drawn now would only come later: the terminal is busy with what was written last."""
+        return self._watching or (self._rate is not None and time.monotonic() < self._empty_at)
 
     @property
-    def has_room(self) -> bool:
-        """What was written has probably been shown, so another large frame delays no key."""
-        return not self._watching and (self._rate is None or time.monotonic() >= self._empty_at)
+    def limit(self) -> int | None:
+        """Bytes of a frame that a slow terminal is given at once; None: it takes all of it."""
+        return None if self._rate is None else max(1000, int(self._rate * SLICE))
 
     def write(self, text: str) -> None:
         """Hand `text` over; it leaves with the next `flush`, which comes by itself."""
@@ -88,6 +94,8 @@ class Output:
     def close(self) -> None:
         """Give the descriptor back."""
         self._stop_watching()
+        if self._wakes is not None:
+            self._wakes.cancel()
         if self._fd >= 0:
             os.close(self._fd)
         self._fd, self._is_gone = -1, True
@@ -124,26 +132,40 @@ class Output:
         while self._left and (some := self._write_some()):
             taken += some
         now = time.monotonic()
-        if self._watching:
-            self._taken_since += max(taken, PORTION)
-        elif self._rate is not None:
-            self._empty_at = max(now, self._empty_at) + taken / self._rate
-            if now - self._full_from > FORGET:
-                self._rate = None
+        self._taken_since += taken
         if self._left:
+            self._measure(now)
             if not self._watching:
-                self._watching, self._taken_since = True, 0
-                self._full_before, self._full_from = self._full_from, now
+                self._watching = True
                 self._loop.add_writer(self._fd, self._push)
             if len(self._left) > MOST_WAITING:
                 self._left[:] = b"\x18"
         elif self._watching:
             self._stop_watching()
-            if self._full_from - self._full_before < TWICE:
-                self._rate = self._taken_since / max(1e-3, now - self._full_from)
-                self._empty_at = now + min(TWICE, BUFFER / self._rate)
-            self._full_from = now
+            if self._rate is not None:
+                self._empty_at = now + min(1.0, BUFFER / self._rate)
+                self._wake(self._empty_at)
             self._on_free()
+        elif self._rate is not None:
+            self._empty_at = max(now, self._empty_at) + taken / self._rate
+            self._wake(self._empty_at)
+            if now - self._full_at > FORGET:
+                self._rate = None
+
+    def _measure(self, now: float) -> None:
+        """The buffer is full. A long time since it was so before says nothing: the terminal may have stood still."""
+        since = now - self._full_at
+        if since < LEAST:
+            return
+        if since < MOST:
+            rate = self._taken_since / since
+            self._rate = rate if rate < FAST else None
+        self._full_at, self._taken_since = now, 0
+
+    def _wake(self, at: float) -> None:
+        if self._wakes is not None:
+            self._wakes.cancel()
+        self._wakes = self._loop.call_later(max(0.0, at - time.monotonic()), self._on_free)
 
     def _stop_watching(self) -> None:
         if self._watching:

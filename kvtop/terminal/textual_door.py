@@ -13,7 +13,7 @@ import os
 import signal
 import termios
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -270,13 +270,20 @@ class _Spans(CompositorUpdate):
 
 
 class FrameCompositor(Compositor):
-    """Textual's, with a shorter way to the few lines that differ in a frame. `is_full`: the terminal has not
-    taken the frame before; what is dirty then stays so until it has."""
+    """Textual's, with a shorter way to the few lines that differ in a frame. While the terminal
+    is full, what is dirty stays so; a slow one gets a frame in slices, the focused line first."""
 
-    def __init__(self, is_full: Callable[[], bool] = lambda: False) -> None:
+    def __init__(self, screen: Screen[Any] | None = None) -> None:
         super().__init__()
-        self._is_full = is_full
+        self._of = screen
         self._front: Front | None = None
+        self._next_line = 0
+        """Where the next slice of a frame begins."""
+
+    @property
+    def _output(self) -> Output | None:
+        app = None if self._of is None else self._of.app
+        return app.output if isinstance(app, OrderedApp) else None
 
     @property
     def full_map(self) -> CompositorMap:
@@ -298,11 +305,21 @@ class FrameCompositor(Compositor):
         self, full: bool = False, screen_stack: list[Screen[Any]] | None = None, simplify: bool = False
     ) -> RenderableType | None:
         """What to send, or None if that is nothing now."""
-        if self._is_full():
-            if full:
-                self._dirty_regions.add(self.size.region)
+        output = self._output
+        if output is None:
+            return super().render_update(full, screen_stack, simplify)
+        if full:
+            self._dirty_regions.add(self.size.region)
+        if output.is_full:
             return None
-        return super().render_update(full, screen_stack, simplify)
+        limit = output.limit
+        if limit is None:
+            return super().render_update(full, screen_stack, simplify)
+        visible_screen_stack.set([] if screen_stack is None else screen_stack)
+        strips = self.strips_for(self._dirty_regions) if self._dirty_regions else None
+        if strips is None:
+            return super().render_update(full, screen_stack, simplify)
+        return self._slice(strips, limit)
 
     def render_partial_update(self) -> Any:
         """The lines that are dirty."""
@@ -312,6 +329,26 @@ class FrameCompositor(Compositor):
             return super().render_partial_update()
         self._dirty_regions.clear()
         return _Spans(strips)
+
+    def _slice(self, strips: list[PlacedStrip], limit: int) -> Any:
+        """The first `limit` bytes: where the keys go, then the lines that have waited longest."""
+        assert self._of is not None
+        focused = self._of.focused
+        first = focused.region.line_range if isinstance(focused, Input) else range(0)
+        height, console = max(1, self.size.height), self._of.app.console
+        strips.sort(
+            key=lambda placed: (placed[1] not in first, (placed[1] - self._next_line) % height, placed[0])
+        )
+        taken = size = 0
+        for _, y, strip in strips:
+            size += len(strip.render(console))
+            if taken and size > limit:
+                self._next_line = y
+                break
+            taken += 1
+        self._dirty_regions.clear()
+        self._dirty_regions |= {Region(x, y, strip.cell_length, 1) for x, y, strip in strips[taken:]}
+        return _Spans(strips[:taken])
 
     def strips_for(self, regions: set[Region]) -> list[PlacedStrip] | None:
         """What has to be sent for these regions; None where only Textual's way can tell."""
@@ -323,12 +360,7 @@ class FrameCompositor(Compositor):
 
 def draw_frames(screen: Screen[Any]) -> None:
     """Let a new screen draw by a FrameCompositor. Call it in the screen's `__init__`."""
-
-    def is_full() -> bool:
-        app = screen.app
-        return isinstance(app, OrderedApp) and app.output_is_full
-
-    screen._compositor = FrameCompositor(is_full)
+    screen._compositor = FrameCompositor(screen)
 
 
 def draw_regions(screen: Screen[Any], regions: Iterable[Region]) -> None:
@@ -412,20 +444,18 @@ class OrderedApp(App[int]):
     # ------------------------------------------------------------------------------------- output
 
     @property
-    def _output(self) -> Output | None:
+    def output(self) -> Output | None:
+        """The terminal, if this application is on one."""
         return self._driver.output if isinstance(self._driver, TerminalDriver) else None
 
     @property
-    def output_is_full(self) -> bool:
-        """A frame that is drawn now would wait for the terminal."""
-        output = self._output
-        return output is not None and output.is_full
-
-    @property
-    def output_has_room(self) -> bool:
-        """A large frame that is drawn now delays no key by much."""
-        output = self._output
-        return output is None or output.has_room
+    def draws_at_once(self) -> bool:
+        """What is painted now would be drawn now: the terminal has taken all that was dirty before."""
+        output = self.output
+        if output is None or (output.limit is None and not output.is_full):
+            return True
+        compositor = self.screen._compositor
+        return not output.is_full and not (isinstance(compositor, FrameCompositor) and compositor.is_dirty)
 
     def output_is_free(self) -> None:
         """The terminal has taken what waited: draw what became dirty meanwhile."""

@@ -310,6 +310,49 @@ def test_ctrl_l_draws_everything_again() -> None:
     assert terminal.wait() == 0
 
 
+def test_a_key_echoes_at_once_on_a_slow_line(tmp_path: Path) -> None:
+    """20 kB/s, while a load runs that would send twice as much."""
+    terminal = Terminal("load", str(tmp_path / "a.jsonl"), size=(120, 40))
+    terminal.until(lambda: " running" in terminal.text)
+    slow = Slow(terminal, 20_000)
+    slow.read(4)
+    typed, waits = "", []
+    for letter in "abcdefgh":
+        typed += letter
+        begin = time.monotonic()
+        terminal.send(letter.encode())
+        while f"› {typed}" not in terminal.text:
+            slow.read(0.02)
+            assert time.monotonic() < begin + 10, terminal.text
+        waits.append(time.monotonic() - begin)
+        slow.read(0.2)
+    assert sorted(waits)[-2] < 0.5, waits
+    terminal.send(b"\x11")
+    assert terminal.wait() == 0
+
+
+class Slow:
+    """Reads a terminal's output at `rate` bytes a second."""
+
+    def __init__(self, terminal: Terminal, rate: float) -> None:
+        self.terminal, self.rate = terminal, rate
+        self._spent = time.monotonic()
+        """Up to when the rate is used up."""
+
+    def read(self, seconds: float) -> None:
+        """For so long."""
+        end = time.monotonic() + seconds
+        while (now := time.monotonic()) < end:
+            self._spent = max(self._spent, now - 0.05)
+            room = int((now - self._spent) * self.rate)
+            before = len(self.terminal.raw)
+            if room > 100:
+                self.terminal.read(0.005, room)
+            else:
+                time.sleep(0.002)
+            self._spent += (len(self.terminal.raw) - before) / self.rate
+
+
 def test_a_terminal_that_is_closed_ends_the_program(tmp_path: Path) -> None:
     recording = tmp_path / "a.jsonl"
     terminal = Terminal("load", str(recording))

@@ -136,20 +136,55 @@ async def test_a_cursor_that_moves_during_a_frame_is_drawn_there() -> None:
         assert painted == [cells(strip) for strip in main._compositor.render_strips()]
 
 
+class Busy:
+    """A terminal that is full or slow, as one says."""
+
+    is_full, limit = True, None
+
+
 async def test_while_the_terminal_is_full_no_frame_is_made_and_none_is_lost(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async with live((100, 30)) as shown:
-        app = shown.app
-        painted, full = drawn(app), [True]
-        monkeypatch.setattr(type(app), "output_is_full", property(lambda _: full[0]))
+        app, busy = shown.app, Busy()
+        painted = drawn(app)
+        monkeypatch.setattr(type(app), "output", property(lambda _: busy))
         before = [row[:] for row in painted]
         await shown.pilot.press(*"typed")
         app.set_view("ops")
         await shown.pilot.pause(0.2)
         assert painted == before
-        full[0] = False
+        busy.is_full, busy.limit = False, 10**6
         app.output_is_free()
         await shown.pilot.pause(0.1)
         await shown.pilot.pause(0.1)
         assert painted == [cells(strip) for strip in app.screen._compositor.render_strips()] != before
+
+
+async def test_a_slow_terminal_gets_a_frame_in_slices_the_prompt_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with live((100, 30)) as shown:
+        app, busy = shown.app, Busy()
+        sizes: list[int] = []
+        painted, display = drawn(app), app._display
+
+        def count(on: Screen[object], update: object) -> None:
+            if update is not None:
+                sizes.append(len(update.render_segments(app.console)))
+            display(on, update)
+
+        app._display = count
+        busy.is_full, busy.limit = False, 1000
+        monkeypatch.setattr(type(app), "output", property(lambda _: busy))
+        app.theme = "kvtop-light"  # every cell differs
+        await shown.pilot.press(*"ab")
+        await shown.pilot.pause(0.05)
+        row = app.main.prompt.region.y
+        whole = [cells(strip) for strip in app.screen._compositor.render_strips()]
+        assert painted[row] == whole[row] and painted != whole
+        for _ in range(200):
+            app.output_is_free()
+            await shown.pilot.pause()
+        assert painted == [cells(strip) for strip in app.screen._compositor.render_strips()]
+        assert len(sizes) > 5 and max(sizes) < 5000

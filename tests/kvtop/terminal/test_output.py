@@ -61,17 +61,17 @@ async def test_what_is_written_arrives_without_a_flush(reader: Reader) -> None:
     reader.out.write("a")
     reader.out.write("é\ud800")
     assert await reader.read(0.05) == "aé?".encode()
-    assert not reader.out.is_full and reader.out.has_room
+    assert not reader.out.is_full and reader.out.limit is None
 
 
 async def test_a_terminal_that_takes_nothing_holds_nobody_up(reader: Reader) -> None:
     begin = time.monotonic()
     reader.out.write(LONG)
     reader.out.flush()
-    assert time.monotonic() - begin < 0.1 and reader.out.is_full and not reader.out.has_room
+    assert time.monotonic() - begin < 0.1 and reader.out.is_full
     assert await reader.read(1.0) == LONG.encode()
     assert reader.free == 1 and not reader.out.is_full
-    assert reader.out.has_room, "once is a short stop, no slow terminal"
+    assert reader.out.limit is None, "a short stop makes no slow terminal"
 
 
 async def test_the_end_is_written_in_time_or_not_at_all(reader: Reader) -> None:
@@ -118,18 +118,21 @@ async def test_a_terminal_that_goes_away_is_told_once(reader: Reader) -> None:
 
 
 async def test_a_slow_terminal_is_left_time(reader: Reader) -> None:
-    """At 40 kB/s, full twice: the next large frame waits until the system's buffer is probably empty."""
-    reading = asyncio.create_task(reader.read(2.5, rate=40_000))
-    for _ in range(2):
-        reader.out.write(LONG[:45_000])
+    """At 40 kB/s: the next slice waits until the system's buffer is probably empty."""
+    reading = asyncio.create_task(reader.read(3.0, rate=40_000))
+    for n in range(2):
+        reader.out.write(LONG[:40_000])
         reader.out.flush()
-        while reader.out.is_full:
+        while reader.free == n:
             await asyncio.sleep(0.005)
-    assert reader.free == 2 and not reader.out.has_room and not reader.out.is_full
+    limit = reader.out.limit
+    assert limit is not None and 2000 < limit < 8000 and reader.out.is_full
     begin = time.monotonic()
-    while not reader.out.has_room:
+    while reader.out.is_full:
         await asyncio.sleep(0.005)
     assert 0.1 < time.monotonic() - begin < 2
+    await asyncio.sleep(0.05)
+    assert reader.free > 2, "it says when"
     await reading
 
 
