@@ -139,7 +139,7 @@ def metavar(setting: Setting) -> str:
 def _left(setting: Setting) -> str:
     name = setting.flag
     if setting.kind is bool and setting.default is not False:
-        name = f"--[no-]{name[2:]}"
+        name = f"{name} / --no-{name[2:]}"
     return f"{', '.join((*setting.knob.short, name))} {metavar(setting)}".rstrip()
 
 
