@@ -51,7 +51,7 @@ def fenced(page: str, language: str) -> list[str]:
 
 
 def test_the_demo_to_copy_plays(tmp_path: Path) -> None:
-    (code,) = fenced("extending", "python")
+    code = fenced("extending", "python")[0]
     (tmp_path / "mine.py").write_text(code, encoding="utf-8")
     out = io.StringIO()
     scene = demo.load(str(tmp_path / "mine.py"))
@@ -94,8 +94,10 @@ def test_every_state_of_the_map_is_in_its_table(page: str, heading: str) -> None
 
 def test_every_option_that_is_shown_exists(kvtop: Kvtop) -> None:
     options = {}
-    for name in ("run", "replay", "demo", "shot", "verify", "explain", "size", "bench"):
-        options[name] = set(re.findall(r"(?<![\w-])--?[a-z][\w-]*", kvtop(name, "--help")))
+    for name in ("run", "replay", "demo", "shot", "verify", "explain", "size", "bench", "config"):
+        text = kvtop(name, "--help")
+        switches = {f"--no-{word}" for word in re.findall(r"--\[no-\]([\w-]+)", text)}
+        options[name] = switches | set(re.findall(r"(?<![\w-])--?[a-z][\w-]*", text.replace("[no-]", "")))
     shown = [
         (page, shlex.split(line, comments=True))
         for page in PAGES
@@ -110,7 +112,7 @@ def test_every_option_that_is_shown_exists(kvtop: Kvtop) -> None:
         assert given <= options[command], f"{page}: {shlex.join(words)}"
     known = set.union(*options.values()) | {"--torch-backend", "--pip-args"}
     for page, text in PAGES.items():
-        assert set(re.findall(r"`(--[a-z][\w-]*)", text)) - {"--no-"} <= known, page
+        assert set(re.findall(r"`(--[a-z][\w-]*)", text)) - {"--no-", "--no-NAME"} <= known, page
 
 
 def test_the_prompts_and_the_summary_are_as_described(kvtop: Kvtop, tmp_path: Path) -> None:
