@@ -1,9 +1,8 @@
-"""Speed of the engine on this machine, beside what its memory could give.
+"""Speed of the engine on this machine, compared with the bandwidth of its memory.
 
-Owns the works that are measured (decode at 1 and 8 sequences, prefill of 1,000 tokens, first token cold
-and from the cache) and how: through the real Engine, from the events that everybody else sees. Decode
-rates are medians over steps; GB/s are the weights and KV that a step must read, as a part of the read
-bandwidth that all threads together reach.
+Measures decode at 1 and 8 sequences, a prefill of 1,000 tokens, and the first token with and without the cache. It runs
+the real Engine and reads the same events as every other reader. Decode rates are medians over steps. GB/s count the
+weights and KV that a step must read; the part is that of the read bandwidth of all threads together.
 """
 
 from __future__ import annotations
@@ -68,7 +67,7 @@ def main(config: EngineConfig, *, as_json: bool = False) -> int:
 
 
 def measure(config: EngineConfig) -> Iterator[Measure]:
-    """All works, one after another, on one engine that is started and stopped here."""
+    """All measurements, one after another, on one engine that is started and stopped here."""
     bandwidth = read_bandwidth(config)
     yield Measure("read bandwidth, all threads", bandwidth / 1e9, "GB/s", bandwidth / 1e9, 1.0)
     bench = Bench(config)
@@ -88,8 +87,8 @@ def measure(config: EngineConfig) -> Iterator[Measure]:
 def read_bandwidth(config: EngineConfig) -> float:
     """Bytes per second that a sum over 512 MiB reads with all threads: best of seven.
 
-    In a thread of its own, whose OpenMP team ends with it: beside a second team libgomp lets no thread spin at a
-    barrier, which would cost the engine's small steps half of their speed.
+    It runs in a thread of its own, whose OpenMP team ends with it: with a second team libgomp lets no thread spin at a
+    barrier, which would make the engine's small steps half as fast.
     """
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(_read_bandwidth, config).result()

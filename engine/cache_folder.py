@@ -1,4 +1,4 @@
-"""The folder for what is fetched or made once: the built-in model, converted tokenizers, compiled kernels."""
+"""The cache folder: the built-in model, converted tokenizers, compiled kernels."""
 
 from __future__ import annotations
 

@@ -12,14 +12,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
-from engine.chat.conversation import Conversation
+from engine.chat.conversation import Conversation, Span
 from engine.errors import SetupError, one_line
 from engine.loaded import TextTokenizer
 from engine.params import SamplingParams
 from engine.step.core import EngineCore
 from engine.step.sequence import Request
-
-Span = tuple[int, int, str, str]
 
 _NO_TOKENIZER = "this engine has no tokenizer: submit token ids"
 

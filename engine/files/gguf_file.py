@@ -1,8 +1,8 @@
-"""A bounded reader of GGUF files: header, metadata, and each tensor's raw bytes out of a memory map.
+"""A bounded reader of GGUF files: header, metadata, and the raw bytes of each tensor from a memory map.
 
-Invariant: no count, length or offset in the file is believed before it was compared with the bytes that are
-there, so a truncated or hostile file costs one line, never a hang or a huge allocation. (The reader of the
-gguf package spins on an array of 2^62 elements.) Imports no torch.
+Invariant: every count, length and offset in the file is compared with the file's size before it is used. A truncated
+or hostile file gives an error of one line; it never hangs or takes much memory. (The reader of the gguf package loops
+over an array of 2^62 elements.) Imports no torch.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def read(path: Path) -> GgufFile:
 
 
 class _Header:
-    """A walk over the header with a position that never passes the end of the file."""
+    """Reads the header from front to back. The position never passes the end of the file."""
 
     def __init__(self, path: Path, mapped: mmap.mmap) -> None:
         self.path, self.mapped, self.position, self.end = path, mapped, 0, len(mapped)
@@ -99,7 +99,7 @@ class _Header:
         raise SetupError(f"{shorten(str(self.path))} is no valid GGUF: {what}; fetch it again")
 
     def take(self, size: int, what: str) -> int:
-        """Position of the next `size` bytes, which are then behind."""
+        """Position of the next `size` bytes. Moves past them."""
         if size > self.end - self.position:
             self.fail(f"{what} ends beyond the file, which is truncated or damaged")
         start = self.position
@@ -135,7 +135,7 @@ class _Header:
         for _ in range(num_keys):
             key = self.string("a metadata key", 65_535)
             if key in metadata:
-                self.fail(f"key {key:.40} stands there twice")
+                self.fail(f"key {key:.40} is there twice")
             metadata[key] = self.value(key)
         infos = [self.info() for _ in range(num_tensors)]
         return GgufFile(self.path, metadata, self.place(infos, metadata), self.data)
@@ -165,7 +165,7 @@ class _Header:
         return self.string_array(key, length)
 
     def string_array(self, key: str, length: int) -> list[str]:
-        """Written out for speed: a vocabulary and its merges are 100,000 strings."""
+        """One loop without calls, for speed: a vocabulary and its merges are 100,000 strings."""
         mapped, position, end = self.mapped, self.position, self.end
         unpack = struct.Struct("<Q").unpack_from
         strings = []
@@ -192,7 +192,7 @@ class _Header:
     def place(
         self, infos: list[tuple[str, tuple[int, ...], int, int]], metadata: dict[str, Any]
     ) -> dict[str, Tensor]:
-        """Tensors by name, each inside the file and clear of the others."""
+        """Tensors by name. Each lies inside the file, and no two overlap."""
         alignment = metadata.get("general.alignment", 32)
         if type(alignment) is not int or not 1 <= alignment <= 1 << 20 or alignment & (alignment - 1):
             self.fail(f"general.alignment {alignment!r:.30} is no power of two")
@@ -212,7 +212,7 @@ class _Header:
             if offset % alignment or tensor.start + tensor.size > self.end:
                 self.fail(f"tensor {name:.40} lies outside the file, which is truncated or damaged")
             if name in tensors:
-                self.fail(f"tensor {name:.40} stands there twice")
+                self.fail(f"tensor {name:.40} is there twice")
             tensors[name] = tensor
         by_place = sorted(tensors.values(), key=lambda tensor: tensor.start)
         for before, after in pairwise(by_place):

@@ -1,7 +1,7 @@
-"""GGUF's number formats: how many bytes a block takes and what its values are.
+"""GGUF's number formats: how many bytes a block takes, and what its values are.
 
-Owns the plain formats and the 32-value blocks (formulas as in ggml-quants.c, in float32, so results are
-bit-equal to the gguf package's); the K-quants go through that package. Imports no torch.
+Computes the plain formats and the blocks of 32 values, with the formulas of ggml-quants.c in float32, so results are
+equal to the gguf package's bit by bit. That package decodes the K-quants. Imports no torch.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """config.json and generation_config.json -> ModelConfig, the way transformers reads them.
 
-Owns which architectures run and under which conditions: what would change the numbers and is not
-implemented (a window, another rotary scaling, another activation, quantised weights) is refused by name,
-never ignored. Reads both spellings of RoPE: transformers 5's `rope_parameters` and the older
-`rope_scaling` beside `rope_theta`. Imports no torch, which AutoConfig would.
+Decides which architectures run, and under which conditions. Whatever would change the results and is not implemented
+(a window, another scaling of RoPE, another activation, quantised weights) is refused by name, never ignored. Reads both
+spellings of RoPE: `rope_parameters` of transformers 5, and the older `rope_scaling` with `rope_theta`. Imports no
+torch, which AutoConfig would.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ def from_hf(
 
 
 def _architecture(config: Mapping[str, Any]) -> Architecture:
-    """By `architectures`; by model_type only where a config was saved without a model."""
+    """By `architectures`; by model_type only if a config was saved without a model."""
     named = config.get("architectures")
     if isinstance(named, list) and named:
         found = ARCHITECTURES.get(str(named[0]))
@@ -190,7 +190,7 @@ def _refuse_window(keys: Keys, architecture: Architecture, layers: int, position
 
 
 def _rope(keys: Keys, positions: int) -> RopeConfig:
-    """Both spellings; transformers gives `rope_scaling` priority where a file has both."""
+    """Both spellings. If a file has both, transformers takes `rope_scaling`."""
     raw = keys.get("rope_scaling", dict, None) or keys.get("rope_parameters", dict, None) or {}
     rope = Keys(raw, "config.json, RoPE")
     kind = rope.get("rope_type", str, None) or rope.get("type", str, "default")

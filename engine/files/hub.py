@@ -1,7 +1,7 @@
-"""From what the user typed to files on this machine: hub id, local folder, .gguf file, or the built-in model.
+"""Files for what the user typed as --model: a hub id, a folder, a .gguf file, or nothing for the built-in model.
 
-Owns the choice between these. Everything that can go wrong on the way (typing, network, gates, disk) leaves as
-a SetupError that says what to do. What is cached needs no network. Imports no torch.
+Decides which of these it is. Everything that can go wrong (typing, network, gated models, disk) is a SetupError that
+says what to do. Cached files need no network. Imports no torch.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?")
 def resolve(
     model: str | None, *, revision: str | None = None, progress: Progress | None = None
 ) -> ModelFiles:
-    """Files of `model`, fetched where they are not on this machine yet; None is the built-in model.
+    """Files of `model`, fetched if they are not on this machine yet. None is the built-in model.
 
     Raises SetupError: not found, gated, no network, no space, incomplete or malformed files.
     """

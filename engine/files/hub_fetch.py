@@ -1,9 +1,9 @@
 """A model's files from the Hugging Face Hub (or what HF_ENDPOINT names) into its ordinary cache.
 
-Owns the list of what is asked for and the translation of the hub's errors into one line. All files
-come from one revision. One look at the metadata of every file comes first: it says what exists, what is
-allowed and how much there is to fetch, so progress is real and a refusal comes before any download.
-Without a network a complete copy in the cache is used as it is. What the library would print is silenced.
+Decides which files are asked for, and turns the hub's errors into one line. All files come from one revision. The
+metadata of every file is read first. It says which files exist, whether they may be fetched and how large they are, so
+progress is exact and a refusal comes before any download. Without a network a complete copy in the cache is used. The
+library prints nothing.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def fetch_config(repo: str, revision: str | None, report: Progress) -> Path:
 
 
 class _Fetch:
-    """One fetch of one repository: what is wanted, how far it is."""
+    """One fetch of one repository, with its progress."""
 
     def __init__(self, repo: str, revision: str | None, report: Progress) -> None:
         _silence()
@@ -107,7 +107,7 @@ class _Fetch:
         return self.folder
 
     def config(self) -> Path:
-        """The file's path; asks first, so that "no such file" and "no such model" read differently."""
+        """The file's path. Asks the hub first, so that "no such file" and "no such model" get different messages."""
         self.report(0, 0, f"asking the hub for {self.repo}")
         try:
             size = self.size_of(CONFIG)
@@ -149,7 +149,7 @@ class _Fetch:
                 )
 
     def download(self, name: str) -> Path:
-        """hf_hub_download goes on where a connection was cut; a reset it gives up on, so ask again."""
+        """hf_hub_download resumes after a connection was cut but gives up after a reset: then it is called again."""
         start = self.done
         for attempt in range(1, _ATTEMPTS + 1):
             self.done = start
@@ -188,13 +188,13 @@ class _Fetch:
 
 
 def _silence() -> None:
-    """Of huggingface_hub, from here on: its log and its warnings, which would stand around our one line."""
+    """Turn off the log and the warnings of huggingface_hub, which would surround our one line."""
     logging.getLogger("huggingface_hub").setLevel(logging.CRITICAL)
     warnings.filterwarnings("ignore", module="huggingface_hub")
 
 
 def _size(n: int) -> str:
-    """Bytes as the hub counts them: 1.2 GB, 980 bytes."""
+    """Bytes in the hub's units: 1.2 GB, 980 bytes."""
     for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if n >= scale:
             return f"{n / scale:,.1f} {unit}"

@@ -1,7 +1,7 @@
 """Safetensors files, checked before they are mapped, and read tensor by tensor.
 
-Invariant: no header is believed: its length, every offset and every shape are compared with the file's
-size first, so a header that lies costs one line and no allocation.
+Invariant: the length of the header, every offset and every shape are compared with the file's size before they are
+used. A header with wrong claims gives an error of one line and takes no memory.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def open_shards(paths: Sequence[Path], weight_map: Mapping[str, str] | None) -> 
     for path in paths:
         for name, info in read_header(path).items():
             if weight_map is not None and weight_map.get(name) != path.name:
-                continue  # a file may hold more than its index speaks of
+                continue  # a file may hold more tensors than its index names
             start, stop = info["data_offsets"]
             shards.shapes[name] = tuple(info["shape"])
             shards.sizes[name] = stop - start

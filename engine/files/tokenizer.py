@@ -46,7 +46,7 @@ _BYTE_OF = _byte_alphabet()
 
 
 def load(files: ModelFiles) -> Tokenizer:
-    """The model's tokenizer. Raises SetupError: none there, or damaged."""
+    """The model's tokenizer. Raises SetupError if it is missing or damaged."""
     if files.kind == "gguf":
         folder = _converted_gguf(files.weights[0])
         return (
@@ -243,7 +243,7 @@ def _through_transformers(folder: Path) -> Backend:
         from transformers import AutoTokenizer
 
         return AutoTokenizer.from_pretrained(str(folder), local_files_only=True).backend_tokenizer
-    except Exception as error:  # whatever a converter raises, the way out is the same
+    except Exception as error:  # a converter may raise anything; the advice is the same
         raise SetupError(
             f"{shorten(str(folder))} has no tokenizer.json and its vocabulary cannot be converted "
             f"({type(error).__name__}); fetch tokenizer.json too"
@@ -282,7 +282,7 @@ def _converted_gguf(path: Path) -> Path | Tokenizer:
 
 
 def _store(folder: Path, tokenizer: bytes, config: Mapping[str, Any], generation: Mapping[str, Any]) -> None:
-    """The folder appears whole; whoever comes second keeps the first one's."""
+    """The folder appears whole. If another process was faster, its folder is kept."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".new-", dir=folder.parent, ignore_cleanup_errors=True) as name:
         made = Path(name) / "tokenizer"
@@ -294,5 +294,5 @@ def _store(folder: Path, tokenizer: bytes, config: Mapping[str, Any], generation
             os.rename(made, folder)
         except OSError:
             if not (folder / "tokenizer.json").is_file():
-                shutil.rmtree(folder, ignore_errors=True)  # half a folder of another version
+                shutil.rmtree(folder, ignore_errors=True)  # an incomplete folder
                 os.rename(made, folder)

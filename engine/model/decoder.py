@@ -1,17 +1,17 @@
 """Decoder: one transformer decoder for Llama, Mistral, SmolLM2, Qwen2 and Qwen3.
 
-Owns its weights, under their HF names; what differs between the families is ModelConfig's flags, how it
-is computed is the ops' matter. Logits are made only for the rows that sample.
+Owns the weights. The families differ only in the flags of ModelConfig; how each part is computed is decided by the
+ops. Logits are computed only for the rows that sample, and RoPE only for positions that the cache can hold.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
 from engine.files.model_config import ModelConfig
+from engine.files.model_files import Progress
 from engine.model.layers import Weights, attention_weights, mlp_weights, rope_table, take, take_linear
 from engine.ops.base import DecoderWeights, Ops, StepInput, StepPlan
 from engine.ops.fp8 import Kv
@@ -27,7 +27,7 @@ class Model(Protocol):
     config: ModelConfig
     weights_bytes: int
     notice: str
-    """What a person should know about how it runs; empty for nothing."""
+    """What the user should know about how it runs, in one line; empty for nothing."""
 
     @property
     def ops(self) -> Ops: ...
@@ -53,13 +53,13 @@ class Decoder:
         weights: Weights,
         ops: Ops,
         positions: int = 0,
-        progress: Callable[[int, int, str], None] = lambda done, total, what: None,
+        progress: Progress = lambda done, total, what: None,
     ) -> None:
         c = self.config = config
         self.ops = ops
         self.notice = c.notice
         self.timer: Timer | None = None
-        """Times the kernels of the forwards to come."""
+        """If set, times the kernels of each forward."""
         embed = take(weights, "model.embed_tokens.weight", (c.vocab_size, c.hidden_size))
         untied = not c.tie_word_embeddings and "lm_head.weight" in weights
         head = take_linear(weights, "lm_head.weight", (c.vocab_size, c.hidden_size)) if untied else embed
@@ -88,15 +88,15 @@ class Decoder:
         return self.compute(self.ops.plan(batch, self.rope), cache)
 
     def compute(self, plan: StepPlan, cache: Kv) -> Tensor:
-        """`forward` of a step that is planned."""
+        """`forward` with a plan that is made already."""
         if self.timer is not None:
             return self.timer.decoder(self.ops, self.weights, cache, plan)
         return self.ops.decoder(self.weights, cache, plan)
 
 
 def weight_bytes(c: ModelConfig, bytes_per_value: int, to: Quantization | None = None) -> int:
-    """Bytes of all parameters, scales included. A tied head counts once, unless it is quantised: then it
-    stands beside the embedding."""
+    """Bytes of all parameters, with scales. A tied head counts once, unless it is quantised: then it is a copy of the
+    embedding in another format."""
     q, kv, h, i = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim, c.hidden_size, c.intermediate_size
     linears = ((q + 2 * kv, h), (h, q), (2 * i, h), (h, i))
     layer = sum(linear_bytes(out, inputs, bytes_per_value, to) for out, inputs in linears)

@@ -1,17 +1,17 @@
 """HfModel: any other decoder, computed by transformers over our paged cache.
 
-Owns the bridge: transformers' modules run one flat batch of all sequences, and their AttentionInterface
-calls back here, where K and V go into blocks and queries attend to them: by the kernels of a GPU where they
-have the model's head size and dtype, else by the reference. What a layer sees is what
-transformers' own mask for it would show (a window), so nothing is guessed from the config. A model that
-keeps state of another kind, or attends in a way not written here, is refused by name.
+transformers' modules run one flat batch of all sequences. Their AttentionInterface calls back here: K and V are written
+into blocks and queries attend to them, with a GPU's kernels if these have the model's head size and dtype, else with
+the reference. Each layer's window is taken from the mask that transformers would make for it, so nothing is guessed
+from the config. A model that keeps another kind of state, or attends in a way that is not implemented, is refused by
+name.
 """
 
 from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, cast
@@ -23,7 +23,7 @@ from engine.config import EngineConfig
 from engine.errors import SetupError
 from engine.files.hf_config import eos_token_ids, generation_defaults, not_followed, refuse_quantised
 from engine.files.model_config import ModelConfig
-from engine.files.model_files import ModelFiles
+from engine.files.model_files import ModelFiles, Progress
 from engine.machine import free_memory
 from engine.model.kv_cache import check_cpu_memory
 from engine.ops import get_ops
@@ -40,7 +40,7 @@ NAME = "kvtop"
 NOTICE = "runs through transformers: slower, no fused ops"
 
 INSTEAD = "take another model; Llama, Mistral, Qwen, Gemma, Phi-3, OLMo and GPT-2 run"
-"""What a refusal advises."""
+"""The advice in a refusal."""
 
 _STATE = "keeps a state instead of K and V, which is not implemented"
 _NO_WAY_IN = "transformers gives no way into its attention"
@@ -49,22 +49,22 @@ _UNPAGED = {
     **dict.fromkeys(("bloom", "falcon", "gpt_neo", "mpt"), _NO_WAY_IN),
     **dict.fromkeys(("deepseek_v2", "deepseek_v3"), "latent attention (MLA) is not implemented"),
 }
-"""By model_type, what need not be loaded to be refused; others are found out while loading."""
+"""By model_type: refused before loading. Others are noticed while loading."""
 
 _PLAIN = {"position_ids", "cache_position", "position_embeddings"}
-"""Tensors that transformers hands to an attention function and that change nothing in it."""
+"""Tensors that transformers passes to an attention function and that change nothing in it."""
 
 
 class HfOps(ReferenceOps):
-    """Copies, sampling and attention of a model whose other operations are transformers', without kernels."""
+    """Copies, sampling and attention without kernels; transformers computes the rest."""
 
     name = "transformers"
 
 
 @dataclass(slots=True)
 class _Step:
-    """What the attention of one forward needs. `seen`: layers that have called. `plans`: by window, shared by
-    the layers that have it."""
+    """What the attention of one forward needs. `seen`: layers that have called. `plans`: by window; layers with the
+    same window share one."""
 
     batch: StepInput
     cache: Kv
@@ -86,7 +86,7 @@ class _Step:
 
 
 _current: ContextVar[_Step] = ContextVar("kvtop_step")
-"""Not a keyword of the forward: not every model hands its keywords down to its layers."""
+"""Not an argument of the forward, because not every model passes its arguments on to its layers."""
 
 
 def _attention(
@@ -125,12 +125,12 @@ def _attention(
 
 
 def _mask(*_: Any, local_size: int | None = None, **__: Any) -> Tensor | None:
-    """In place of a mask: the window of the layers that get it, None for all tokens before."""
+    """In place of a mask: the window of the layers that get it, or None for all earlier tokens."""
     return None if local_size is None else torch.full((1, 1, 1, 1), int(local_size))
 
 
 class HfModel:
-    """Takes Decoder's place in a TorchRunner. `hf`: a causal language model made with `NAME` attention."""
+    """A TorchRunner's model instead of Decoder. `hf`: a causal language model made with `NAME` attention."""
 
     def __init__(
         self, config: ModelConfig, hf: Any, device: torch.device, dtype: torch.dtype,
@@ -168,8 +168,8 @@ class HfModel:
 def _ops(
     model: ModelConfig, device: torch.device, dtype: torch.dtype, engine: EngineConfig
 ) -> HfOps | TritonOps:
-    """Kernels on a GPU, or where they are asked for; else the reference. Raises SetupError for a back end that
-    cannot be had."""
+    """Kernels on a GPU, or if the config asks for them; else the reference. Raises SetupError for a back end that
+    is not available."""
     backend = engine.attention_backend
     if backend == "flashinfer":  # plans a window once a step, and layers differ in theirs
         raise SetupError(
@@ -198,7 +198,7 @@ def load(
     files: ModelFiles,
     device: torch.device,
     dtype: torch.dtype,
-    progress: Callable[[int, int, str], None],
+    progress: Progress,
     engine: EngineConfig | None = None,
 ) -> HfModel:
     """The model of `files`. engine: which kernels attend. Raises SetupError: what transformers does not know
@@ -259,7 +259,7 @@ def _check_loaded(name: str, found: Mapping[str, Any]) -> None:
 
 
 def register() -> None:
-    """Makes NAME an attention of transformers; again changes nothing."""
+    """Makes NAME an attention of transformers. A second call changes nothing."""
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
 
@@ -303,7 +303,7 @@ def refuse(config: Mapping[str, Any]) -> None:
 
 
 def model_config(hf_config: Any, raw: Mapping[str, Any], files: ModelFiles) -> ModelConfig:
-    """What the engine needs to know of it."""
+    """The engine's view of a transformers config."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
     name = _name(raw)

@@ -1,7 +1,7 @@
 """The KV cache: one tensor [layer, 2, block, kv_head, slot, dim], under FP8 with its scales; size and memory.
 
-Owns how many blocks fit and the sum that says so. Block 0 is the null block: it pads tables and no
-real token is ever written into it. A (block, head) is one contiguous run of slots.
+Computes how many blocks fit, and the sum that explains it. Block 0 is the null block: it fills unused entries of
+block tables, and no token is ever written into it. The slots of one (block, head) are contiguous.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from engine.ops.fp8 import SCALE_BYTES, Fp8Kv, Kv, dequantise
 DEFAULT_CPU_BYTES = 192 << 20
 
 TOLERANCE = {"float64": 1e-9, "float32": 1e-3, "bfloat16": 0.1, "fp8": 0.25}
-"""By the KV's dtype: what `distance` may be between two computations in different chunks and company."""
+"""By the KV's dtype: how large `distance` may be between two computations in other chunks and batches."""
 
 
 def tolerance(kv_dtype: str, quantization: str | None) -> float:
@@ -41,7 +41,7 @@ class CacheSize:
     num_blocks: int
     """The null block included."""
     scale_bytes: int = 0
-    """Of the scale that a token keeps per head for K, and another for V."""
+    """Bytes of the scale that a token has per head for K; another one is for V."""
 
     @property
     def bytes_per_token(self) -> int:
@@ -56,7 +56,7 @@ class CacheSize:
 
     @property
     def usable_tokens(self) -> int:
-        """Tokens that fit beside the null block."""
+        """Tokens that fit into all blocks but the null block."""
         return (self.num_blocks - 1) * self.block_size
 
     def __str__(self) -> str:
@@ -72,7 +72,7 @@ class CacheSize:
 
 
 def size(n: float) -> str:
-    """Bytes for people: 22.5 KiB, 192 MiB."""
+    """Bytes in a readable unit: 22.5 KiB, 192 MiB."""
     units = iter(("bytes", "KiB", "MiB", "GiB", "TiB"))
     unit = next(units)
     while n >= 1024:
@@ -135,7 +135,7 @@ def check_cpu_memory(
 def allocate(cache: CacheSize, device: torch.device, dtype: torch.dtype) -> Kv:
     """The cache, zeroed: values in `dtype`, or FP8 where the size has scales.
 
-    Raises SetupError where the memory cannot be had.
+    Raises SetupError if there is not enough memory.
     """
     try:
         return _zeros(cache, device, dtype)
@@ -156,12 +156,12 @@ def allocate_what_fits(
     zeros: Callable[[CacheSize, torch.device, torch.dtype], Kv] | None = None,
     free: Callable[[], int] | None = None,
 ) -> tuple[Kv, CacheSize, str]:
-    """`allocate` on a GPU whose memory may be less than was measured: others use it too. Smaller by a tenth of
-    the whole at a time, as long as `least_tokens` fit. Returns the cache, its size, and where that is not what
-    was asked for a notice of one line, else "".
+    """`allocate` on a GPU. Other programs use its memory too, so there may be less than was measured: then the cache
+    shrinks by a tenth at a time, as long as `least_tokens` fit. Returns the cache, its size, and a notice of one line
+    if it is smaller than planned, else "".
 
-    exact: the size is what somebody asked for, not what was left over; it is had or refused. zeros, free:
-    make a cache, and tell how many bytes could be had; of tests.
+    exact: the user asked for this size, so a smaller one is refused. zeros, free: how a cache is made, and how many
+    bytes are free; for tests.
     Raises SetupError, which says what would fit.
     """
     make = zeros or _zeros

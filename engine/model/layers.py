@@ -1,7 +1,7 @@
 """Parameters of the decoder's parts: merged QKV and gate-up, norms, rotary tables.
 
-Owns how HF's weight names become the ops' merged weights, and the rotary frequencies, which follow
-transformers 5 `modeling_rope_utils` operation by operation in float32 so that logits agree.
+Turns weights under Hugging Face's names into the merged weights of the ops. The rotary frequencies follow
+`modeling_rope_utils` of transformers 5 operation by operation in float32, so that logits are equal.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from engine.ops.base import AttentionWeights, MlpWeights, Ops, Packed, RopeTable
 from engine.ops.weights import Weight, concat
 
 Weights = dict[str, Weight]
-"""Tensors under their HF names. Building layers takes entries out, so that nothing is held twice."""
+"""Tensors under Hugging Face's names. A layer takes its tensors out, so that none is in memory twice."""
 
 
 def take(weights: Weights, name: str, shape: tuple[int, ...]) -> Tensor:
@@ -27,7 +27,7 @@ def take(weights: Weights, name: str, shape: tuple[int, ...]) -> Tensor:
 
 
 def take_linear(weights: Weights, name: str, shape: tuple[int, ...]) -> Weight:
-    """`take` for a linear's weight, which may come quantised."""
+    """`take` for a linear's weight, which may be quantised."""
     tensor = weights.pop(name, None)
     if tensor is None:
         raise SetupError(f"the model's files lack {name}: they do not belong to this config.json")
@@ -45,7 +45,7 @@ def merged(
     fan_in: int,
     bias: bool,
 ) -> Packed:
-    """Linears that share their input, as one: rows in the order of `names`."""
+    """Linears with the same input as one linear. Rows are in the order of `names`."""
     w = [take_linear(weights, f"{prefix}{n}.weight", (o, fan_in)) for n, o in zip(names, outs, strict=True)]
     b = [take(weights, f"{prefix}{n}.bias", (o,)) for n, o in zip(names, outs, strict=True)] if bias else []
     return ops.pack(concat(w), torch.cat(b) if b else None)
@@ -123,7 +123,7 @@ def rope_frequencies(rope: RopeConfig, dim: int) -> tuple[Tensor, float]:
 
 
 def _llama3(r: RopeConfig, inv_freq: Tensor) -> Tensor:
-    """Long waves are slowed by `factor`, short ones kept, those between interpolated (Llama 3.1)."""
+    """Long waves are slowed by `factor`, short ones are kept, those between are interpolated (Llama 3.1)."""
     low, high = r.original_max_position / r.low_freq_factor, r.original_max_position / r.high_freq_factor
     wave = 2 * math.pi / inv_freq
     scaled = torch.where(wave > low, inv_freq / r.factor, inv_freq)
@@ -133,7 +133,7 @@ def _llama3(r: RopeConfig, inv_freq: Tensor) -> Tensor:
 
 
 def _yarn(r: RopeConfig, dim: int, freqs: Tensor) -> Tensor:
-    """NTK by parts (arXiv 2309.00071): interpolate slow dimensions, keep fast ones, a ramp between."""
+    """NTK by parts (arXiv 2309.00071): slow dimensions are interpolated, fast ones kept, with a ramp between."""
 
     def dimension(rotations: float) -> float:
         return dim * math.log(r.original_max_position / (rotations * 2 * math.pi)) / (2 * math.log(r.theta))

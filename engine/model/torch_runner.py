@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -20,7 +19,7 @@ from engine.errors import SetupError
 from engine.events import Event
 from engine.files.hf_config import Foreign, from_hf
 from engine.files.model_config import ModelConfig
-from engine.files.model_files import ModelFiles
+from engine.files.model_files import ModelFiles, Progress
 from engine.machine import cores, free_memory
 from engine.model.batch import DeviceRows
 from engine.model.decoder import Decoder, Model
@@ -47,8 +46,6 @@ from engine.step.runner import NewSequence, Plan, Recomputed, Row, StepOutput
 if TYPE_CHECKING:
     from engine.model.graphs import DecodeGraphs
 
-Progress = Callable[[int, int, str], None]
-
 _dtypes = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
 
 
@@ -59,7 +56,7 @@ def build(config: EngineConfig, progress: Progress, files: ModelFiles | None = N
     call `execute`. Raises SetupError: one line that says what to do.
     """
     from engine.files import hub
-    from engine.model import load_weights as loader
+    from engine.model import load_weights
 
     device, dtype = choose(config)
     if files is None:
@@ -74,8 +71,8 @@ def build(config: EngineConfig, progress: Progress, files: ModelFiles | None = N
         return TorchRunner.over(hf_model.load(files, device, dtype, progress, config), config, progress)
     codes = config.quantization == "int4"
     if device.type == "cpu":
-        check_cpu_memory(loader.loaded_bytes(files, dtype, keep_codes=codes), None, free_memory())
-    loaded = loader.load(files, dtype=dtype, progress=progress, keep_codes=codes)
+        check_cpu_memory(load_weights.loaded_bytes(files, dtype, keep_codes=codes), None, free_memory())
+    loaded = load_weights.load(files, dtype=dtype, progress=progress, keep_codes=codes)
     return TorchRunner.from_weights(loaded.config, loaded.weights, config, progress)
 
 

@@ -15,6 +15,7 @@ from itertools import accumulate, chain, count, islice, repeat
 
 from xxhash import xxh3_64_intdigest
 
+from engine.chat.conversation import Span
 from engine.params import SamplingParams
 from engine.sim.synthetic import Language
 from engine.sim.workload import (
@@ -29,8 +30,6 @@ from engine.sim.workload import (
     Unique,
     Workload,
 )
-
-Span = tuple[int, int, str, str]
 
 
 @dataclass(slots=True, eq=False)

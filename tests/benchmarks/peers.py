@@ -17,10 +17,10 @@ Rates = dict[str, float]
 
 
 def transformers(files: ModelFiles, threads: int) -> Rates:
-    """`generate` in bfloat16, weights from our own loader. Decode rates are medians over steps."""
+    """`generate` in bfloat16, weights from our own load_weights. Decode rates are medians over steps."""
     from transformers import StoppingCriteria, StoppingCriteriaList
 
-    from engine.model import load_weights as loader
+    from engine.model import load_weights
     from tests.engine.tiny import hf_model
 
     class Clock(StoppingCriteria):
@@ -34,7 +34,7 @@ def transformers(files: ModelFiles, threads: int) -> Rates:
             return torch.zeros(len(input_ids), dtype=torch.bool)
 
     torch.set_num_threads(threads)
-    loaded = loader.load(files, dtype=torch.bfloat16)
+    loaded = load_weights.load(files, dtype=torch.bfloat16)
     model = hf_model(loaded.config, loaded.weights, torch.bfloat16)
     vocab = loaded.config.vocab_size
     generator = torch.Generator().manual_seed(0)

@@ -20,7 +20,7 @@ from engine.errors import SetupError
 from engine.files import gguf_file
 from engine.files.gguf_quants import LAYOUTS, dequantise
 from engine.files.model_files import ModelFiles
-from engine.model import load_weights as loader
+from engine.model import load_weights
 from tests.engine.gguf_bytes import header, padded, text, value, whole
 
 HUGE = 2**63
@@ -122,7 +122,7 @@ HOSTILE = {
     ),
     "same tensor twice": (
         padded(header(infos=[("w", (4,), F32, 0), ("w", (4,), F32, 32)])) + bytes(64),
-        "w stands there twice",
+        "w is there twice",
     ),
     "unknown quantisation": (header(infos=[("w", (4,), 999, 0)]) + bytes(64), "unknown type 999"),
     "known but unreadable": (header(infos=[("w", (256,), 16, 0)]) + bytes(99), "IQ2_XXS"),
@@ -241,7 +241,7 @@ def files_of(path: Path, data: bytes) -> ModelFiles:
 def test_llama_q_and_k_are_unpermuted(bias: bool, tmp_path: Path) -> None:
     """llama.cpp's converter: [heads, 2, dim / 2] -> [heads, dim / 2, 2]; biases with their weights."""
     data, values = model_bytes(bias=bias)
-    loaded = loader.load(files_of(tmp_path / "x.gguf", data))
+    loaded = load_weights.load(files_of(tmp_path / "x.gguf", data))
     layer = "model.layers.0."
     assert loaded.config.tie_word_embeddings
     for part, heads in (("q", 4), ("k", 2)):
@@ -257,7 +257,7 @@ def test_llama_q_and_k_are_unpermuted(bias: bool, tmp_path: Path) -> None:
 
 def test_qwen_is_not_permuted(tmp_path: Path) -> None:
     data, values = model_bytes("qwen2", bias=True)
-    loaded = loader.load(files_of(tmp_path / "x.gguf", data))
+    loaded = load_weights.load(files_of(tmp_path / "x.gguf", data))
     ours = loaded.weights["model.layers.0.self_attn.q_proj.weight"]
     np.testing.assert_array_equal(ours, values["blk.0.attn_q.weight"])
     assert loaded.config.qkv_bias
@@ -266,12 +266,12 @@ def test_qwen_is_not_permuted(tmp_path: Path) -> None:
 def test_incomplete_or_foreign_model(tmp_path: Path) -> None:
     data, _ = model_bytes(drop="blk.0.ffn_up.weight")
     with pytest.raises(SetupError, match=re.escape("model.layers.0.mlp.up_proj.weight is missing")):
-        loader.load(files_of(tmp_path / "x.gguf", data))
+        load_weights.load(files_of(tmp_path / "x.gguf", data))
     zeros = np.zeros(4, np.float32)
     with pytest.raises(SetupError, match="belongs to no supported model"):
-        loader.load(files_of(tmp_path / "y.gguf", whole({}, {"mm.vision": (F32, zeros, (4,))})))
+        load_weights.load(files_of(tmp_path / "y.gguf", whole({}, {"mm.vision": (F32, zeros, (4,))})))
     with pytest.raises(SetupError, match=re.escape("lacks general.architecture")):
-        loader.load(files_of(tmp_path / "z.gguf", whole({}, {})))
+        load_weights.load(files_of(tmp_path / "z.gguf", whole({}, {})))
 
 
 def test_builtin_model(builtin_model: ModelFiles) -> None:
@@ -286,7 +286,7 @@ def test_builtin_model(builtin_model: ModelFiles) -> None:
 
     caller = threading.current_thread()
     start = time.perf_counter()
-    loaded = loader.load(builtin_model, dtype=torch.float32, progress=report)
+    loaded = load_weights.load(builtin_model, dtype=torch.float32, progress=report)
     assert time.perf_counter() - start < 8
     assert len(loaded.weights) == 272
     assert reports[-1][0] == reports[-1][1] > 90_000_000

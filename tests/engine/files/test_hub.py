@@ -19,7 +19,7 @@ from huggingface_hub import constants, file_download
 
 from engine.errors import SetupError
 from engine.files import hub, model_files
-from engine.model import load_weights as loader
+from engine.model import load_weights
 from tests.engine.hub_server import Hub, serve
 from tests.engine.saved_models import save
 
@@ -60,7 +60,7 @@ def test_found_and_then_cached(
     files = hub.resolve("org/tiny", progress=lambda *report: reports.append(report))
     assert files.name == "org/tiny"
     assert (files.folder / "tokenizer.json").is_file()
-    loaded = loader.load(files)
+    loaded = load_weights.load(files)
     assert torch.equal(loaded.weights["model.norm.weight"], model.state_dict()["model.norm.weight"])
     sizes = sum(path.stat().st_size for path in files.folder.iterdir())
     assert reports[-1][:2] == (sizes, sizes)
@@ -94,7 +94,9 @@ def test_a_connection_that_is_cut_goes_on_where_it_was(server: Hub, tmp_path: Pa
     ranges = [asked for method, name, asked in server.log if (method, name) == ("GET", "model.safetensors")]
     assert ranges == [None, "bytes=10485760-", "bytes=20971520-"]
     assert files.weights[0].read_bytes() == (tmp_path / "model" / "model.safetensors").read_bytes()
-    assert torch.equal(loader.load(files).weights["lm_head.weight"], model.state_dict()["lm_head.weight"])
+    assert torch.equal(
+        load_weights.load(files).weights["lm_head.weight"], model.state_dict()["lm_head.weight"]
+    )
     assert max(done for done, *_ in reports) == reports[-1][1]
 
 

@@ -14,7 +14,7 @@ from engine.events import BlocksCopied, BlocksEvicted, PrefixLookup, RequestPree
 from engine.files import tokenizer
 from engine.files.model_config import ModelConfig
 from engine.files.model_files import ModelFiles
-from engine.model import load_weights as loader
+from engine.model import load_weights
 from engine.model.kv_cache import allocate, plan_size
 from engine.model.layers import attention_weights
 from engine.model.torch_runner import TorchRunner
@@ -250,7 +250,7 @@ def test_float32_on_the_cpu_is_as_independent_of_chunks(case: Fp8Case) -> None:
 def test_teacher_forcing_loses_little(builtin_model: ModelFiles) -> None:
     """Measured over the page: the mean log probability falls by 0.011, 0.07 a token in either direction."""
     ids = tokenizer.load(builtin_model).encode(PAGE.read_text("utf-8"))[:600]
-    loaded = loader.load(builtin_model)
+    loaded = load_weights.load(builtin_model)
     plain, fp8 = (
         logprobs(loaded, ids, EngineConfig(device="cpu", num_blocks=80, kv_cache_dtype=d))
         for d in ("auto", "fp8")

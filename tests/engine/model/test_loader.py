@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from engine.errors import SetupError
 from engine.files import hub, model_files
 from engine.files.safetensors_file import read_header
-from engine.model import load_weights as loader
+from engine.model import load_weights
 from tests.engine.saved_models import save
 
 
@@ -27,7 +27,7 @@ def test_what_transformers_saved(family: str, tied: bool, shards: str | None, tm
     model = save(tmp_path, family, tied=tied, shards=shards)
     files = hub.resolve(str(tmp_path))
     assert (len(files.weights) > 2) == bool(shards)
-    loaded = loader.load(files)
+    loaded = load_weights.load(files)
     want = model.state_dict()
     assert ("lm_head.weight" in loaded.weights) != tied
     assert set(loaded.weights) | {"lm_head.weight"} == set(want)
@@ -40,7 +40,7 @@ def test_what_transformers_saved(family: str, tied: bool, shards: str | None, tm
 def test_biases_dtype_and_progress(tmp_path: Path) -> None:
     model = save(tmp_path, "Llama", attention_bias=True, mlp_bias=True)
     reports: list[tuple[int, int]] = []
-    loaded = loader.load(
+    loaded = load_weights.load(
         hub.resolve(str(tmp_path)),
         dtype=torch.bfloat16,
         progress=lambda done, total, _: reports.append((done, total)),
@@ -56,7 +56,7 @@ def test_a_base_model_without_its_head(tmp_path: Path) -> None:
     """Names without "model.": what saving only the decoder gives."""
     model = save(tmp_path, "Qwen2", tied=True)
     save_file(model.model.state_dict(), tmp_path / "model.safetensors")
-    loaded = loader.load(hub.resolve(str(tmp_path)))
+    loaded = load_weights.load(hub.resolve(str(tmp_path)))
     assert torch.equal(loaded.weights["model.norm.weight"], model.model.norm.weight)
 
 
@@ -109,7 +109,7 @@ def test_damaged_models(change: Change, words: str, tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     change(path, {name: tensor.clone() for name, tensor in load_file(path).items()})
     with pytest.raises(SetupError, match=re.escape(words)) as error:
-        loader.load(hub.resolve(str(tmp_path)))
+        load_weights.load(hub.resolve(str(tmp_path)))
     assert len(str(error.value)) <= 200
 
 
@@ -120,7 +120,8 @@ def test_what_old_files_keep_in_a_layer_without_need_is_no_fault(tmp_path: Path)
     weights["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(8)
     save_file(weights, path)
     assert (
-        "model.layers.0.self_attn.rotary_emb.inv_freq" not in loader.load(hub.resolve(str(tmp_path))).weights
+        "model.layers.0.self_attn.rotary_emb.inv_freq"
+        not in load_weights.load(hub.resolve(str(tmp_path))).weights
     )
 
 
@@ -129,10 +130,10 @@ def test_too_little_memory_is_said_before_it_is_taken(
 ) -> None:
     save(tmp_path, "Llama")
     stored = (tmp_path / "model.safetensors").stat().st_size
-    monkeypatch.setattr(loader, "free_memory", lambda: stored // 2 + 5000)
+    monkeypatch.setattr(load_weights, "free_memory", lambda: stored // 2 + 5000)
     with pytest.raises(SetupError, match=r"too little memory: the weights of .* take .* are free"):
-        loader.load(hub.resolve(str(tmp_path)))
-    loader.load(hub.resolve(str(tmp_path)), dtype=torch.bfloat16)
+        load_weights.load(hub.resolve(str(tmp_path)))
+    load_weights.load(hub.resolve(str(tmp_path)), dtype=torch.bfloat16)
 
 
 def lie(header: Any, body: int = 16) -> bytes:
@@ -192,7 +193,7 @@ def test_index_that_names_what_is_not_there(tmp_path: Path) -> None:
 
     rewrite_index(tmp_path, elsewhere)
     with pytest.raises(SetupError, match=r"the index says that model\.norm\.weight is in"):
-        loader.load(hub.resolve(str(tmp_path)))
+        load_weights.load(hub.resolve(str(tmp_path)))
     rewrite_index(tmp_path, lambda weight_map: weight_map.update({norm: "../../etc/x.safetensors"}))
     with pytest.raises(SetupError, match=r"names '\.\./"):
         hub.resolve(str(tmp_path))

@@ -13,7 +13,7 @@ from engine.config import EngineConfig
 from engine.files import tokenizer
 from engine.files.model_config import ModelConfig
 from engine.files.model_files import ModelFiles
-from engine.model import load_weights as loader
+from engine.model import load_weights
 from engine.model.torch_runner import TorchRunner
 from engine.ops.base import StepInput
 from tests.engine.tiny import Driver, hf_model
@@ -45,7 +45,7 @@ class Smol:
 @pytest.fixture(scope="module")
 def smol(builtin_model: ModelFiles) -> Smol:
     """Our loader's weights in both models: it is tested on its own, and transformers' takes 20 s."""
-    loaded = loader.load(builtin_model)
+    loaded = load_weights.load(builtin_model)
     words = tokenizer.load(builtin_model)
     prompts = [
         words.encode(words.render([{"role": "user", "content": q}], True), special=True) for q in QUESTIONS

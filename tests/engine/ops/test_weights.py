@@ -15,7 +15,7 @@ from engine.files import tokenizer
 from engine.files.gguf_quants import dequantise, int4_groups
 from engine.files.model_config import ModelConfig
 from engine.files.model_files import ModelFiles
-from engine.model import load_weights as loader
+from engine.model import load_weights
 from engine.model.decoder import weight_bytes
 from engine.model.load_weights import LoadedModel
 from engine.model.torch_runner import TorchRunner
@@ -189,8 +189,8 @@ def test_the_bytes_are_those_of_the_tensors(form: str | None, model: ModelConfig
 
 
 def test_int4_of_the_built_in_model_is_its_files_codes(builtin_model: ModelFiles) -> None:
-    plain = loader.load(builtin_model)
-    codes = loader.load(builtin_model, dtype=torch.bfloat16, keep_codes=True)
+    plain = load_weights.load(builtin_model)
+    codes = load_weights.load(builtin_model, dtype=torch.bfloat16, keep_codes=True)
     kept = {n for n, w in codes.weights.items() if isinstance(w, Int4)}
     assert len(kept) == 7 * 30
     for name in kept:
@@ -199,8 +199,8 @@ def test_int4_of_the_built_in_model_is_its_files_codes(builtin_model: ModelFiles
         assert w.nbytes == linear_bytes(*w.shape, 2, "int4")
         torch.testing.assert_close(w.values(torch.float32), values, rtol=0, atol=1e-7)
     size = sum(w.nbytes for w in codes.weights.values())
-    assert size == loader.loaded_bytes(builtin_model, torch.bfloat16, keep_codes=True)
-    assert size < 0.46 * loader.loaded_bytes(builtin_model, torch.bfloat16)
+    assert size == load_weights.loaded_bytes(builtin_model, torch.bfloat16, keep_codes=True)
+    assert size < 0.46 * load_weights.loaded_bytes(builtin_model, torch.bfloat16)
 
 
 class _Scaled(CpuOps):
@@ -217,7 +217,7 @@ class _Scaled(CpuOps):
 def page(builtin_model: ModelFiles) -> tuple[LoadedModel, list[int], float]:
     """The built-in model in bfloat16, the first tokens of the page, its perplexity over them."""
     ids = tokenizer.load(builtin_model).encode(PAGE.read_text("utf-8"))[:600]
-    loaded = loader.load(builtin_model, dtype=torch.bfloat16)
+    loaded = load_weights.load(builtin_model, dtype=torch.bfloat16)
     return loaded, ids, logprobs(loaded, ids, ON_CPU).perplexity(ids)
 
 
@@ -235,7 +235,7 @@ def test_perplexity_stays(
     and +1.8 % where the inputs of the linears are FP8 too."""
     loaded, ids, plain = page
     if form == "int4":
-        loaded = loader.load(builtin_model, dtype=torch.bfloat16, keep_codes=True)
+        loaded = load_weights.load(builtin_model, dtype=torch.bfloat16, keep_codes=True)
     if form == "fp8-card":
         monkeypatch.setattr(cpu, "CpuOps", _Scaled)
     config = replace(ON_CPU, quantization=form.removesuffix("-card"))  # type: ignore[arg-type]
