@@ -1,8 +1,9 @@
-"""Engine: a background thread around EngineCore, and the only face that other threads touch.
+"""Engine: a background thread around EngineCore, and the only part of the engine that other threads touch.
 
-Owns the thread, the inbox of commands, pause and slow motion, conversations, and the translation of
-failures into events. Every public method only leaves a command in the inbox, so no caller ever waits for
-a step; everything that happened comes back through the subscribed sinks as StepBatches.
+Owns the thread, the inbox of commands, pause and slow motion, and what becomes of a failure. Every public
+method only leaves a command in the inbox, so no caller ever waits for a step; everything that happened comes
+back through the subscribed sinks as StepBatches. Invariant: every request that submit() took gets its
+RequestFinished before EngineStopped, also when the engine fails.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from collections.abc import Callable, Sequence
 from itertools import count
 from operator import index
 
-from engine.chat.turns import Turn, Turns
+from engine.chat.turns import Prompt, Turns
 from engine.clock import Clock, WallClock
 from engine.config import EngineConfig
 from engine.device_sampler import DeviceSampler
-from engine.errors import SetupError, one_line
+from engine.errors import NotRunning, SetupError, one_line
 from engine.event_log import EventLog
 from engine.events import (
     DeviceSample,
@@ -33,7 +34,7 @@ from engine.events import (
 from engine.files.model_files import Progress
 from engine.loaded import Built
 from engine.params import SamplingParams
-from engine.sim.load_driver import Playing
+from engine.sim.load_driver import LoadDriver
 from engine.sim.synthetic import Language
 from engine.sim.workload import Workload
 from engine.start import build, started, with_budget
@@ -65,6 +66,10 @@ class Engine:
         self._epoch = time.time()
         self._log = EventLog(self.clock, self._publish)
         self._inbox: deque[Callable[[], None]] = deque()
+        self._door = threading.Lock()
+        """Held while a request is posted or the engine closes: no request is posted after its last look."""
+        self._closed: str | None = None
+        """Why no more requests are taken."""
         self._wake = threading.Event()
         self._ready = threading.Event()
         self._failure: SetupError | None = None
@@ -73,8 +78,9 @@ class Engine:
         self._core: EngineCore | None = None
         self._model: Built | None = None
         self._turns: Turns | None = None
-        self._playing = Playing(lambda: next(self._ids))
-        self._sample_at = float("inf")
+        self._load = LoadDriver(lambda: next(self._ids))
+        self._sample_due: float | None = None
+        """When the runner is asked for its next DeviceSample; None: the machine is asked, by a thread of its own."""
         self._stopping = False
         self._give_up_start = False
         self._paused = False
@@ -122,6 +128,8 @@ class Engine:
             self._stopping = True
 
         self._give_up_start = True
+        with self._door:
+            self._closed = self._closed or "it was stopped"
         self._post(command)
         if self._model is not None and self._model.clock is not None:
             self._model.clock.close()
@@ -142,7 +150,7 @@ class Engine:
         priority: int = 0,
         spans: Sequence[tuple[int, int, str, str]] = (),
     ) -> int:
-        """Queue a prompt and return its request id at once.
+        """Queue a prompt and return its request id at once. Raises NotRunning after stop() or a failure.
 
         A text goes through the chat template: as the next turn of `conversation` (when its running turn
         has finished; only then does it arrive), else as a conversation of its own with `system`. Token
@@ -153,21 +161,22 @@ class Engine:
             if conversation is not None:
                 raise TypeError("a conversation takes text: it keeps the token ids itself")
             prompt = list(map(index, prompt))  # the caller may change its list, numpy's numbers are not int
-        turn = Turn(next(self._ids), prompt, params or SamplingParams(), self.clock(), priority, salt)
+        one = Prompt(next(self._ids), prompt, params or SamplingParams(), self.clock(), priority, salt)
 
         def command() -> None:
-            if isinstance(turn.prompt, str):
-                self._talk().take_text(turn, conversation, system, system_name)
+            if isinstance(one.content, str):
+                self._talk().take_text(one, conversation, system, system_name)
             else:
-                self._talk().take_ids(turn, list(spans))
+                self._talk().take_ids(one, list(spans))
 
-        self._post(command)
-        return turn.request_id
+        self._request(command)
+        return one.request_id
 
     def new_conversation(self, system: str | None = None, system_name: str = "") -> int:
-        """A conversation that keeps its token ids, so that history hits the cache. Returns its id."""
+        """A conversation that keeps its token ids, so that history hits the cache. Returns its id. Raises NotRunning
+        like submit()."""
         number = next(self._conversation_ids)
-        self._post(lambda: self._talk().open(number, system, system_name))
+        self._request(lambda: self._talk().open(number, system, system_name))
         return number
 
     def abort(self, request_id: int) -> None:
@@ -180,27 +189,27 @@ class Engine:
         self._post(command)
 
     def play(self, workload: Workload) -> None:
-        """Let a workload's requests arrive, its second 0 being when this is heard; one at a time."""
-        self._playing.asked()
+        """Let a workload's requests arrive; its second 0 is when the engine thread reads this. One load at a time.
+        Raises NotRunning like submit()."""
 
         def command() -> None:
             model = self._model
             assert model is not None
             language = Language.of(model.tokenizer, model.runner.vocab_size)
-            if not self._playing.begin(workload, language, self.clock()):
+            if not self._load.begin(workload, language, self.clock()):
                 self._log.emit(EngineError(f"a load is under way: {workload.name} was not started"))
 
-        self._post(command)
+        self._request(command, self._load.asked)
 
     @property
     def load_over(self) -> bool:
         """No request of a load will come any more; those that came may still run."""
-        return self._playing.over
+        return self._load.over
 
     @property
     def load_requests(self) -> int:
         """Requests of loads that have come so far."""
-        return self._playing.requests
+        return self._load.requests
 
     # ---------------------------------------------------------------- control, from any thread
 
@@ -216,7 +225,8 @@ class Engine:
         """One step of a paused engine; nothing while it runs or has no work."""
 
         def command() -> None:
-            self._single_steps += self._paused
+            if self._paused:
+                self._single_steps += 1
 
         self._post(command)
 
@@ -253,11 +263,19 @@ class Engine:
         self._inbox.append(command)
         self._wake.set()
 
+    def _request(self, command: Callable[[], None], first: Callable[[], None] = lambda: None) -> None:
+        """Post a command that must not come too late. first: called before it, if it does not."""
+        with self._door:
+            if self._closed is not None:
+                raise NotRunning(f"the engine takes no more requests: {self._closed}")
+            first()
+            self._post(command)
+
     def _publish(self, batch: StepBatch) -> None:
         for sink in self._sinks:
             try:
                 sink(batch)
-            except Exception:  # one reader's trouble is neither the engine's nor the other readers'
+            except Exception:  # a reader that fails must stop neither the engine nor the other readers
                 _log.exception("a sink failed on batch %d", batch.seq)
 
     def _live(self) -> EngineCore:
@@ -272,7 +290,7 @@ class Engine:
         sampler = None
         try:
             core = self._begin()
-            if self._sample_at == float("inf") and self._device_interval > 0:
+            if self._sample_due is None and self._device_interval > 0:
                 sampler = DeviceSampler(self._sample, self._device_interval, core.runner.device)
                 sampler.start()
             self._ready.set()
@@ -311,7 +329,7 @@ class Engine:
             model.clock.start(told)
             self._clock = model.clock
         if model.sample is not None and self._device_interval > 0:
-            self._sample_at = self.clock() + self._device_interval
+            self._sample_due = self.clock() + self._device_interval
         config = with_budget(self.config, model.runner)
         # 53 bits stay exact in any reader of JSON.
         seed = secrets.randbits(53) if config.hash_seed is None else config.hash_seed
@@ -345,11 +363,12 @@ class Engine:
             if self._inbox:
                 continue
             if not self._paused or self._single_steps > 0:
-                self._playing.arrive(core)
+                self._load.arrive(core)
                 if core.has_work:
-                    self._single_steps -= self._paused
+                    if self._paused:
+                        self._single_steps -= 1
                     core.step()
-                    self._tell_device()
+                    self._sample_runner()
                     if self._slow and not self._paused:
                         self._rest()
                     continue
@@ -359,16 +378,16 @@ class Engine:
             if self._paused:
                 self._wake.wait()
             else:
-                self._clock.wait(self._wake, self._playing.next_at)
-                self._tell_device()
+                self._clock.wait(self._wake, self._load.next_at)
+                self._sample_runner()
 
-    def _tell_device(self) -> None:
-        """A simulated device has its own say, once an interval of the engine's clock."""
+    def _sample_runner(self) -> None:
+        """A simulated device is asked once an interval of the engine's clock."""
         now = self.clock()
-        if now >= self._sample_at:
+        if self._sample_due is not None and now >= self._sample_due:
             assert self._model is not None and self._model.sample is not None
             self._log.emit(self._model.sample())
-            self._sample_at = now + self._device_interval
+            self._sample_due = now + self._device_interval
 
     def _rest(self) -> None:
         """Slow motion's wait, on the wall's clock; commands are carried out meanwhile."""
@@ -383,7 +402,7 @@ class Engine:
                 self._live().flush()
 
     def _obey(self) -> None:
-        """Carry out the inbox. A command that fails is told and costs nobody else anything."""
+        """Carry out the inbox. A command that fails is reported, and harms nothing else."""
         while self._inbox:
             try:
                 self._inbox.popleft()()
@@ -396,15 +415,17 @@ class Engine:
         self._log.cut(EngineError(str(error), fatal=True))
 
     def _close(self, reason: str) -> None:
+        with self._door:
+            self._closed = self._closed or str(self._failure or "it was stopped")
         core = self._core
         if core is not None:
+            if self._turns is not None:
+                self._obey()  # what was submitted before the end becomes requests, so that each of them ends
+                self._turns.close()
+            core.close()
             try:
-                core.settle()
-                self._talk().close()
-                for request_id in list(core.requests):
-                    core.abort(request_id)
                 core.snapshot()
-            except Exception:  # the failure that ended the engine is already told
+            except Exception:  # the failure that ended the engine was reported
                 _log.exception("closing the engine")
         # What the start froze would outlive the interpreter's last collection: memory that is never given back, and
         # libraries that list at exit whatever of theirs is still alive.
@@ -412,7 +433,7 @@ class Engine:
         self._log.cut(EngineStopped(reason))
 
     def _finished(self, request: Request) -> None:
-        self._playing.finished(request, self.clock())
+        self._load.finished(request, self.clock())
         self._talk().finished(request)
 
     def _sample(self, sample: DeviceSample) -> None:

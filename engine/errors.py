@@ -1,4 +1,5 @@
-"""SetupError: what stops a start or a command, in one line that says what to do. one_line: any other failure."""
+"""Errors. SetupError: what stops a start or a command, in one line that says what to do. NotRunning: too late for
+a request. one_line: any other failure, for an event or a log."""
 
 from __future__ import annotations
 
@@ -9,6 +10,10 @@ class SetupError(Exception):
     def __init__(self, message: str) -> None:
         line = " ".join(message.split())
         super().__init__(line if len(line) <= 200 else line[:199] + "…")
+
+
+class NotRunning(SetupError, RuntimeError):
+    """The engine was stopped, or has failed: it takes no more requests."""
 
 
 def one_line(error: BaseException) -> str:

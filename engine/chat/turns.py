@@ -1,7 +1,7 @@
 """Turns: prompts on their way to the core, as texts of conversations or as token ids.
 
-Owns the conversations and the turns that wait for the running one of theirs. Invariant: every turn that is
-taken becomes a request that comes to an end in the event stream, whatever a template makes of its text.
+Owns the conversations, and the prompts that wait for the running one of their conversation. Invariant: every prompt
+that is taken becomes a request that comes to an end in the event stream, whatever goes wrong on its way there.
 Lives in the engine thread.
 """
 
@@ -23,11 +23,11 @@ _NO_TOKENIZER = "this engine has no tokenizer: submit token ids"
 
 
 @dataclass(slots=True)
-class Turn:
+class Prompt:
     """What a caller submitted. t_arrival: on the engine's clock."""
 
     request_id: int
-    prompt: str | list[int]
+    content: str | list[int]
     params: SamplingParams
     t_arrival: float
     priority: int = 0
@@ -39,7 +39,7 @@ class _Chat:
     """A conversation and the turns that wait for its running one."""
 
     conversation: Conversation
-    waiting: deque[Turn] = field(default_factory=deque)
+    waiting: deque[Prompt] = field(default_factory=deque)
     running: int | None = None
 
 
@@ -65,31 +65,31 @@ class Turns:
         """Begin conversation `number`. Raises SetupError without a tokenizer."""
         self._chats[number] = self._chat(system, name)
 
-    def take_ids(self, turn: Turn, spans: list[Span]) -> None:
+    def take_ids(self, prompt: Prompt, spans: list[Span]) -> None:
         """A prompt of token ids, queued as it is."""
-        assert not isinstance(turn.prompt, str)
-        self._add(turn, turn.prompt, spans=spans)
+        assert not isinstance(prompt.content, str)
+        self._add(prompt, prompt.content, spans=spans)
 
     def take_text(
-        self, turn: Turn, conversation: int | None, system: str | None = None, name: str = ""
+        self, prompt: Prompt, conversation: int | None, system: str | None = None, name: str = ""
     ) -> None:
         """The next turn of `conversation`, or (None) all of one of its own."""
         if self._tokenizer is None:
-            self._refuse(turn, _NO_TOKENIZER)
+            self._refuse(prompt, _NO_TOKENIZER)
         elif conversation is None:
-            self._ask(turn, None, self._chat(system, name))
+            self._ask(prompt, None, self._chat(system, name))
         elif conversation in self._chats:
-            self._chats[conversation].waiting.append(turn)
+            self._chats[conversation].waiting.append(prompt)
             self._next(conversation)
         else:
-            self._refuse(turn, f"there is no conversation {conversation}")
+            self._refuse(prompt, f"there is no conversation {conversation}")
 
     def abort(self, request_id: int) -> None:
         """End a turn that waits; others are the core's."""
         for chat in self._chats.values():
-            for turn in [t for t in chat.waiting if t.request_id == request_id]:
-                chat.waiting.remove(turn)
-                self._drop(turn)
+            for prompt in [p for p in chat.waiting if p.request_id == request_id]:
+                chat.waiting.remove(prompt)
+                self._drop(prompt)
 
     def close(self) -> None:
         """End all that wait."""
@@ -106,15 +106,15 @@ class Turns:
         if chat.running != request.request_id:
             return
         chat.running = None
-        if request.branches:  # a refused turn leaves no trace
-            branch = request.branches[0]
-            text = branch.detok.text if branch.detok else ""
-            chat.conversation.commit(list(branch.output_ids), text, request.finish_reason or "stop")
         if chat.waiting:
             # Its prompt did not exist before this answer: its time to the first token begins here.
             chat.waiting[0].t_arrival = self._core.clock()
         # The next turn must not be queued in the middle of a commit.
         self._post(lambda: self._next(number))
+        if request.branches:  # a refused turn leaves no trace
+            branch = request.branches[0]
+            text = branch.detok.text if branch.detok else ""
+            chat.conversation.commit(list(branch.output_ids), text, request.finish_reason or "stop")
 
     # ---------------------------------------------------------------- inside
 
@@ -128,18 +128,17 @@ class Turns:
         while chat.running is None and chat.waiting:
             self._ask(chat.waiting.popleft(), number, chat)
 
-    def _ask(self, turn: Turn, number: int | None, chat: _Chat) -> None:
-        assert isinstance(turn.prompt, str)
+    def _ask(self, prompt: Prompt, number: int | None, chat: _Chat) -> None:
+        assert isinstance(prompt.content, str)
         try:
-            rendered = chat.conversation.turn(turn.prompt)
+            rendered = chat.conversation.turn(prompt.content)
+            full = None if number is None else self._full(chat, prompt.content, len(rendered.token_ids))
         except Exception as error:
-            self._refuse(turn, str(error) if isinstance(error, ValueError) else one_line(error))
+            self._refuse(prompt, _why(error))
             return
-        full = None
         if number is not None:
-            chat.running = turn.request_id
-            full = self._full(chat, turn.prompt, len(rendered.token_ids))
-        self._add(turn, rendered.token_ids, number, rendered.spans, rendered.rewrote_history, full)
+            chat.running = prompt.request_id
+        self._add(prompt, rendered.token_ids, number, rendered.spans, rendered.rewrote_history, full)
 
     def _full(self, chat: _Chat, prompt: str, tokens: int) -> str | None:
         """Why this turn does not fit its conversation any more, and what trimming would cost."""
@@ -154,16 +153,21 @@ class Turns:
             f"without the oldest turn it would be {cost[0]:,} tokens, of which {cost[1]:,} computed again"
         )
 
-    def _refuse(self, turn: Turn, reason: str) -> None:
-        self._add(turn, [], refuse=reason)
+    def _encode(self, text: str) -> list[int]:
+        if self._tokenizer is None:
+            raise ValueError(_NO_TOKENIZER)
+        return self._tokenizer.encode(text)
 
-    def _drop(self, turn: Turn) -> None:
+    def _refuse(self, prompt: Prompt, reason: str) -> None:
+        self._add(prompt, [], refuse=reason)
+
+    def _drop(self, prompt: Prompt) -> None:
         """It was never queued, but whoever watches must learn that it came and went."""
-        self._add(turn, [], refuse="aborted while an earlier turn of its conversation ran", ends="abort")
+        self._add(prompt, [], refuse="aborted while an earlier turn of its conversation ran", ends="abort")
 
     def _add(
         self,
-        turn: Turn,
+        prompt: Prompt,
         token_ids: list[int],
         conversation: int | None = None,
         spans: list[Span] | None = None,
@@ -171,24 +175,29 @@ class Turns:
         refuse: str | None = None,
         ends: Literal["refused", "abort"] = "refused",
     ) -> None:
-        params = turn.params
-        if params.bad_words:
-            if self._tokenizer is None:
-                refuse = refuse or _NO_TOKENIZER
-            else:
-                params = params.with_words(self._tokenizer.encode)
+        params = prompt.params
+        try:
+            if params.bad_words:
+                params = params.with_words(self._encode)
+        except Exception as error:
+            refuse = refuse or _why(error)
         self._core.add_request(
-            turn.request_id,
+            prompt.request_id,
             token_ids,
             params,
             # What came while the model was loading arrives when there is an engine; its time was the wall's,
             # the engine's may be virtual.
-            t_arrival=min(max(turn.t_arrival, self._opened), self._core.clock()),
-            priority=turn.priority,
-            salt=turn.salt,
+            t_arrival=min(max(prompt.t_arrival, self._opened), self._core.clock()),
+            priority=prompt.priority,
+            salt=prompt.salt,
             conversation=conversation,
             spans=spans,
             template_rewrote_history=rewrote_history,
             refuse=refuse,
             ends=ends,
         )
+
+
+def _why(error: Exception) -> str:
+    """Why a prompt is refused: a ValueError says it in its own words."""
+    return str(error) if isinstance(error, ValueError) else one_line(error)

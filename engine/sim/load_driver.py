@@ -15,7 +15,7 @@ from engine.step.core import EngineCore
 from engine.step.sequence import Request
 
 
-class Playing:
+class LoadDriver:
     """Plays one load at a time. new_id: gives the number of the next request."""
 
     def __init__(self, new_id: Callable[[], int]) -> None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
 from itertools import count
+from operator import index
 from typing import Any, Literal
 
 from engine.config import EngineConfig
@@ -139,7 +140,7 @@ class EngineCore:
         spans: list[tuple[int, int, str, str]] | None = None,
         template_rewrote_history: bool = False,
         refuse: str | None = None,
-        ends: Literal["refused", "abort"] = "refused",
+        ends: Literal["refused", "abort", "error"] = "refused",
     ) -> Request:
         """Queue a request, or end it at once: for the reason in `refuse` with finish reason `ends`, for a number
         that is no token, or because it can never fit. Emits RequestQueued. Ended so, it has no branches."""
@@ -150,15 +151,17 @@ class EngineCore:
             if foreign:
                 prompt_token_ids = []  # a number that is no token fits in no event and no table
             problem = refuse or foreign or self._admission.problem(len(prompt_token_ids), params)
-        except Exception as error:
-            problem, prompt_token_ids = refuse or one_line(error), []
+            digest, priority = None if salt is None else salt_digest(salt), index(priority)
+        except Exception as error:  # what nobody can read is no part of the request that ends here
+            problem, ends = refuse or one_line(error), ends if refuse else "error"
+            prompt_token_ids, params, digest, priority = [], SamplingParams(), None, 0
         request = Request(
             request_id,
             prompt_token_ids,
             params,
             self.clock() if t_arrival is None else t_arrival,
             priority=priority,
-            salt=None if salt is None else salt_digest(salt),
+            salt=digest,
             conversation=conversation,
             spans=spans or [],
             template_rewrote_history=template_rewrote_history,
@@ -166,6 +169,7 @@ class EngineCore:
         )
         if not problem:
             problem = self._give_branch(request)
+            ends = "error"
         self._pieces.show(prompt_token_ids)
         self._emit(
             RequestQueued(

@@ -18,10 +18,11 @@ import pytest
 from engine import events as ev
 from engine.config import EngineConfig
 from engine.engine import Engine
-from engine.errors import SetupError
+from engine.errors import NotRunning, SetupError
 from engine.files.model_files import Progress
 from engine.loaded import Built
 from engine.params import SamplingParams
+from engine.sim.workload import Workload
 from tests.engine.mirror import Mirror
 from tests.engine.rig import prompt
 from tests.toy_runner import ToyFault, ToyRunner, expected
@@ -708,6 +709,55 @@ def test_a_failure_of_the_engine_itself_ends_the_stream_and_is_remembered(
     one.until(ev.PoolSnapshot)
     assert one.until(ev.EngineStopped).reason == "failed"
     assert str(one.engine.failure).startswith("engine: ZeroDivisionError") and not one.engine.is_ready
+
+
+def test_after_a_failure_every_request_has_ended_and_none_is_taken(
+    live: Callable[..., Live], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Running, waiting, behind another turn of its conversation, and still in the inbox."""
+    gate = Gate(2)
+    one = live(tokenizer=Letters(), fault=gate, max_num_seqs=1)
+    core, conversation = one.engine._live(), one.engine.new_conversation()
+    numbers = [one.engine.submit(ids(40, i), greedy(50)) for i in range(2)]
+    numbers += [one.engine.submit(text, greedy(9), conversation=conversation) for text in ("run", "wait")]
+    assert gate.reached.wait(10)
+
+    def broken(*_: object) -> None:
+        raise ZeroDivisionError("no such queue")
+
+    monkeypatch.setattr(core.scheduler, "schedule", broken)
+    monkeypatch.setattr(core.scheduler, "remove", broken)  # not even the pool can be tidied up
+    numbers.append(one.engine.submit(ids(9), greedy(2)))
+    gate.opened.set()
+    assert {one.finished(n).reason for n in numbers} <= {"abort", "error"}
+    assert one.until(ev.EngineStopped).reason == "failed"
+    with pytest.raises(NotRunning, match="no more requests"):
+        one.engine.submit(ids(9), greedy(2))
+
+
+def test_after_stop_nothing_is_taken(live: Callable[..., Live]) -> None:
+    one = live(tokenizer=Letters())
+    one.stop()
+    for late in (
+        lambda: one.engine.submit(ids(9)),
+        lambda: one.engine.submit("hello"),
+        one.engine.new_conversation,
+        lambda: one.engine.play(Workload("none", "", 0, ())),
+    ):
+        with pytest.raises(NotRunning, match="the engine takes no more requests: it was stopped"):
+            late()
+    assert one.engine.load_over
+
+
+def test_parameters_that_are_none_end_their_request(live: Callable[..., Live]) -> None:
+    one = live(tokenizer=Letters())
+    wrong: list[Any] = [{"max_tokens": 3}, "hot", 5]
+    numbers = [one.engine.submit(ids(9), params) for params in wrong]
+    numbers += [one.engine.submit("hello", params) for params in wrong]
+    good = one.engine.submit(ids(9), greedy(2))
+    assert {one.finished(n).reason for n in numbers} <= {"error", "refused"}
+    assert one.finished(good).reason == "length"
+    one.stop()
 
 
 @pytest.mark.conformance(84, 107)

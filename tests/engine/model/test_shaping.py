@@ -9,10 +9,13 @@ import pytest
 import torch
 
 from engine.config import EngineConfig
-from engine.model.logit_shaping import BANNED, Logprobs, Shaper
+from engine.event_log import EventLog
+from engine.model.batch import DeviceRows
+from engine.model.logit_shaping import BANNED, NOTHING_LEFT, Logprobs, Shaper
 from engine.model.torch_runner import TorchRunner
 from engine.ops.cpu import library as native
 from engine.params import SamplingParams
+from engine.step.core import EngineCore
 from engine.step.runner import Plan
 from engine.step.sequence import Request, Sequence
 from tests.engine.rig import Rig, prompt, row_for
@@ -288,3 +291,48 @@ def test_a_plan_without_drawing_rows_is_no_trouble() -> None:
     output = r.execute(Plan(1, [row_for(seq, 2, 2, True)]))
     (told,) = output.logprobs[0]
     assert len(told.top) == 2 and told.top_ids[0] != told.top_ids[1]
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"bad_word_ids": tuple((t,) for t in range(VOCAB))},
+        {"bad_word_ids": tuple((t,) for t in range(VOCAB) if t != 2), "min_tokens": 9},
+        {"bad_word_ids": tuple((OUTPUT[-1], t) for t in range(VOCAB))},
+    ],
+    ids=["words", "words and ends", "after the last token"],
+)
+def test_where_every_token_is_banned_the_request_is_told_so(params: dict[str, Any]) -> None:
+    assert shape(logits(), sequence(params)) == {0: NOTHING_LEFT}
+    spared = {**params, "bad_word_ids": params["bad_word_ids"][1:]}
+    out = logits()
+    assert shape(out, sequence(spared)) == {} and int(out[0].argmax()) == params["bad_word_ids"][0][-1]
+
+
+def test_a_bias_of_minus_infinity_bans_and_makes_no_row_bad() -> None:
+    seq = sequence({"logit_bias": dict.fromkeys(range(VOCAB), -100)})
+    bias = tuple((t, float("-inf")) for t in range(VOCAB))
+    object.__setattr__(seq.request.params, "logit_bias", bias)
+    out = logits()
+    assert shape(out, seq) == {0: NOTHING_LEFT} and bool(torch.isfinite(out.sum()))
+
+
+def test_a_request_that_bans_everything_ends_with_an_error_and_the_other_goes_on() -> None:
+    r = runner()
+    core = EngineCore(r.config, r, EventLog(iter(range(10**6)).__next__, lambda batch: None), hash_seed=1)
+    everything = tuple((t,) for t in range(r.vocab_size))
+    sick = core.add_request(1, PROMPT, SamplingParams(temperature=0, bad_word_ids=everything))
+    wide = core.add_request(2, PROMPT, SamplingParams(temperature=1, top_k=2**63 - 1, seed=1, max_tokens=3))
+    while core.has_work:
+        core.step()
+    assert (sick.finish_reason, sick.error, sick.num_output) == ("error", NOTHING_LEFT, 0)
+    assert wide.finish_reason == "length"
+
+
+def test_a_top_k_beyond_any_integer_is_the_vocabulary() -> None:
+    rows = DeviceRows(1, 2, 16, torch.device("cpu"), vocab_size=VOCAB)
+    seq = sequence({"top_k": 5})
+    object.__setattr__(seq.request.params, "top_k", 2**70)
+    seq.table = [1]
+    _, drawn = rows.apply(Plan(0, [row_for(seq, 0, 3, True)]))
+    assert drawn.params["top_k"].tolist() == [VOCAB]
