@@ -1,7 +1,8 @@
 """Pipe: batches on their way from the engine's thread to one reader.
 
 Owns how many may wait. A live engine is never held up: its pipe has no bound, the reader keeps up or memory grows.
-An engine whose time is simulated as fast as possible waits for its reader instead: its time stands still meanwhile.
+An engine that simulates time as fast as possible waits for its reader instead; the simulated time does not pass
+meanwhile.
 """
 
 from __future__ import annotations

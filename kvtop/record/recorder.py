@@ -24,11 +24,9 @@ from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
-from engine.events import POOL_EVENTS, EngineStarted, EngineStopped, PoolSnapshot, StepBatch, encode_batch
-from kvtop.record.recording import RecordingError, header_line, read
+from engine.events import POOL_EVENTS, EngineStarted, PoolSnapshot, StepBatch, encode_batch
+from kvtop.record.recording import RecordingError, header_line
 from kvtop.record.redact import Redactor
-
-__all__ = ["Recorder", "RecordingError", "read"]
 
 KEY_FRAME_S = 5.0
 """Seconds of the batches' clock between the snapshots that it asks for."""
@@ -57,14 +55,12 @@ class Recorder:
         capacity: int = CAPACITY,
         patient: bool = False,
     ) -> None:
-        """`.gz` at the end of the name compresses. patient: the engine waits for the disk, for one whose time is
-        simulated and stands still meanwhile. Raises RecordingError when the file cannot be made or exists already; a
+        """`.gz` at the end of the name compresses. patient: the engine waits for the disk, where its time
+        is simulated. Raises RecordingError when the file cannot be made or exists already; a
         device, a pipe or an empty file may exist."""
         self.path = Path(path).expanduser()
         self.failed: str | None = None
         """Why the recording ended early, one line; None as long as it goes well."""
-        self.complete = False
-        """EngineStopped was written."""
         self.batches = 0
         self._started = False
         """EngineStarted was written."""
@@ -148,7 +144,6 @@ class Recorder:
             out += b"\n"
             self.batches += 1
             self._started = self._started or any(type(e) is EngineStarted for e in batch.events)
-            self.complete = self.complete or type(batch.events[-1]) is EngineStopped
         self._file.write(out)
         if time.monotonic() - self._flushed >= FLUSH_S:
             self._flush()
@@ -198,7 +193,6 @@ class Recorder:
         if self.failed is not None:
             return
         self.failed = f"recording stopped early: {self.path.name[-60:]}: {why}"[:200]
-        self.complete = False
         if self._on_problem is not None:
             self._on_problem(self.failed)
 

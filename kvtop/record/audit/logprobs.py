@@ -36,7 +36,7 @@ class LogprobLaw(Law):
             at += count
 
     @takes(ev.TokenLogprobs)
-    def told(self, e: ev.TokenLogprobs) -> None:
+    def rows(self, e: ev.TokenLogprobs) -> None:
         """Every figure follows from being a probability."""
         if self.books.redacted:
             return

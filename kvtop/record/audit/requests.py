@@ -135,8 +135,8 @@ class RequestLaw(Law):
             "recomputed_tokens": life.recomputed,
         }
         for name, value in want.items():
-            told = getattr(u, name)
-            need(told == value, f"usage says {name} {told}, the events {value}")
+            said = getattr(u, name)
+            need(said == value, f"usage says {name} {said}, the events {value}")
 
     def close(self) -> None:
         """The stream is over."""

@@ -20,7 +20,7 @@ class StepLaw(Law):
         life, parent = self.books.life(e.request_id), self.books.branch(e.parent)
         need(e.child not in self.books.branches, f"sequence {e.child} exists already")
         need(parent.request is life and life.phase == "running", "forked from a sequence that does not run")
-        # Where samples part, within a step, the parent's row is executed but not told yet.
+        # Where samples part, within a step, the parent's row is executed, but its TokensSampled is still to come.
         computed = self.books.reached(parent)
         if self.books.scheduled is not None and not self.books.sampled:
             self.books.born[e.child] = computed
@@ -50,7 +50,7 @@ class StepLaw(Law):
     def on_scheduled(self, e: ev.StepScheduled) -> None:
         need(self.books.scheduled is None, "two StepScheduled in one batch")
         need(len(e.seq_ids) == len(e.start) == len(e.n), "columns of different lengths")
-        need(len(e.drafts) in (0, len(e.n)), "drafts are told for some rows only")
+        need(len(e.drafts) in (0, len(e.n)), "drafts has fewer rows than the step")
         need(len(set(e.seq_ids)) == len(e.seq_ids), "a sequence is scheduled twice")
         self.books.scheduled = e
         self.books.steps += 1
@@ -136,8 +136,8 @@ class StepLaw(Law):
     @takes(ev.DraftVerified)
     def on_verified(self, e: ev.DraftVerified) -> None:
         want = self._drafts.pop(e.seq_id, None)
-        told = (e.proposed, e.accepted)
-        need(want == told, f"sequence {e.seq_id}: {told} drafts proposed and accepted, its tokens say {want}")
+        said = (e.proposed, e.accepted)
+        need(want == said, f"sequence {e.seq_id}: {said} drafts proposed and accepted, its tokens say {want}")
 
     @takes(ev.StepCompleted)
     def on_completed(self, e: ev.StepCompleted) -> None:
@@ -159,8 +159,8 @@ class StepLaw(Law):
             0 <= e.overrun <= e.budget - tokens,
             f"{tokens} tokens and {e.overrun} of ended sequences in a budget of {e.budget}",
         )
-        told, mine = (e.free, e.active, e.cached), (mirror.free, mirror.active, mirror.cached)
-        need(told == mine, f"free, active, cached are {told}, the events say {mine}")
+        said, mine = (e.free, e.active, e.cached), (mirror.free, mirror.active, mirror.cached)
+        need(said == mine, f"free, active, cached are {said}, the events say {mine}")
         phases = [life.phase for life in self.books.unfinished.values()]
         queues = {
             "running": phases.count("running"),

@@ -16,8 +16,8 @@ class WaitingLaw(Law):
     def __init__(self, books: Books) -> None:
         super().__init__(books)
         self._queue: list[int] = []
-        self._told = False
-        """Some event said a position: this recording has them."""
+        self._has_positions = False
+        """Some event had one: this recording is not older than they are."""
         self._sorted = books.knobs.get("scheduling_policy") == "priority"
 
     @takes(ev.RequestQueued, ev.RequestPreempted)
@@ -25,7 +25,7 @@ class WaitingLaw(Law):
         """At an index that the queue has; -1: it never waits."""
         if e.position < 0:
             return
-        self._told = True
+        self._has_positions = True
         queue, place, mine = self._queue, e.position, e.request_id
         queue.insert(place, mine)
         need(place < len(queue), f"request {mine} enters at {place} of {len(queue)}")
@@ -40,7 +40,7 @@ class WaitingLaw(Law):
     @takes(ev.RequestAdmitted)
     def admitted(self, e: ev.RequestAdmitted) -> None:
         """The head leaves."""
-        if self._told:
+        if self._has_positions:
             head = self._queue[:1]
             self._leave(e.request_id)
             need(
@@ -52,7 +52,8 @@ class WaitingLaw(Law):
         """The head cannot."""
         head = self._queue[:1]
         need(
-            not self._told or head == [e.request_id], f"request {e.request_id} is blocked, the head is {head}"
+            not self._has_positions or head == [e.request_id],
+            f"request {e.request_id} is blocked, the head is {head}",
         )
 
     @takes(ev.RequestFinished)

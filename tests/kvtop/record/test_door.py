@@ -20,7 +20,7 @@ from kvtop.record.recording import read
 from kvtop.record.verify import verify
 from kvtop.sources import RecordingSource
 from kvtop.state.dashboard import DashboardState
-from tests.kvtop.streams import rich_stream
+from tests.kvtop.streams import every_event
 
 HEADER = b'{"kvtop":"0","schema":1}\n'
 STARTED = {
@@ -252,7 +252,7 @@ def places(lines: list[bytes]) -> Iterator[tuple[int, tuple[Any, ...]]]:
 
 
 def test_no_number_makes_a_reader_fail(tmp_path: Path) -> None:
-    lines = [ev.encode_batch(b) for b in rich_stream(45)]
+    lines = [ev.encode_batch(b) for b in every_event(40)]
     random_ = random.Random(7)
     path = tmp_path / "a.jsonl"
     tried = 0
