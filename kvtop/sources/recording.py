@@ -1,9 +1,9 @@
 """RecordingSource: a recording as a source that can be paused, stepped, sped up and sought in.
 
-Owns the index of the file (where each batch lies, at which t) and the key-frames: copies of the state
-taken on the way, a few seconds apart. Invariant: the state after a seek is exactly the state after
-applying the first n batches in order, whatever was done before. Batches are decoded when they are
-needed, so an hour's recording does not have to fit into memory.
+Owns the index of the file (where each batch lies, at which t) and the key-frames: copies of the state taken on the
+way, further apart the longer the recording is, so that their memory is bounded. Invariant: the state after a seek is
+exactly the state after applying the first n batches in order, whatever was done before. Batches are decoded when they
+are needed, so an hour's recording does not have to fit into memory.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ from kvtop.record.door import Door
 from kvtop.record.recording import ClaimError, RecordingError, lines, open_recording, parse
 from kvtop.state.dashboard import DashboardState
 
-FRAME_S = 5.0
-"""Seconds of the recording between key-frames."""
 FRAME_BATCHES = 1000
-"""Batches between key-frames at most."""
+"""Batches between key-frames at first: applying them takes longer than a key-frame's copy."""
+MOST_FRAMES = 64
+FRAME_MEMORY = 256 << 20
+"""Bytes, roughly, that all key-frames may take; there are always four."""
 MOST_PER_DRAIN = 2000
 """Batches handed out at once: at a high speed the clock waits rather than the screen."""
 CHECKED_BATCHES = 500
@@ -66,10 +67,14 @@ class RecordingSource:
         self._places = np.array(places, np.int64).reshape(-1, 3)  # offset, length, line number
         self._state = DashboardState()
         self._frames: list[tuple[int, DashboardState]] = []
+        """(batches applied, a copy of the state), ascending."""
+        self._spacing = FRAME_BATCHES
         self._at = 0
         """Batches handed out or applied so far."""
         self._target: int | None = None
         """Where a long seek still has to get."""
+        self._origin = 0
+        """Where it began."""
         self._t = self._start()
         self._since: float | None = None
 
@@ -87,7 +92,7 @@ class RecordingSource:
     @property
     def t(self) -> float:
         """The moment that is played, seconds on the batches' clock."""
-        if self.paused or self._since is None:
+        if self.paused or self._since is None or self._target is not None:
             return self._t
         return min(self.duration, self._t + (self._wall() - self._since) * self.speed)
 
@@ -95,8 +100,16 @@ class RecordingSource:
     def place(self) -> str:
         """ "12.5 / 80.0 s ×2", for the badge."""
         speed = "" if self.speed == 1 else f" ×{self.speed:g}"
-        what = " seeking" if self._target is not None else " ended" if self.ended else ""
+        what = f" {self.loading}" if self.loading else " ended" if self.ended else ""
         return f"{self.t:.1f} / {self.duration:.1f} s{speed}{what}"
+
+    @property
+    def loading(self) -> str:
+        """ "LOADING 35 %" during a long seek, else ""."""
+        if self._target is None:
+            return ""
+        part = (self._at - self._origin) / max(1, self._target - self._origin)
+        return f"LOADING {int(100 * part)} %"
 
     @property
     def ended(self) -> bool:
@@ -104,10 +117,12 @@ class RecordingSource:
         return self._at == len(self._times)
 
     def start_at(self, t: float | None) -> None:
-        """Begin here instead, seconds on the batches' clock; call before the first drain."""
+        """Begin here instead, seconds on the batches' clock; call before the first drain. The way there is as of
+        a seek: the first drains go it, so that the screen does not wait for it."""
         if t is not None:
-            self.seek(t, wait=True)
-            self._since = None
+            t = max(float(self._times[0]), min(t, self.duration))
+            self._restart(t)
+            self._target = bisect_right(self._times, t)
 
     # ---------------------------------------------------------------------------------- playing
 
@@ -191,7 +206,7 @@ class RecordingSource:
         elif target < self._at:
             self._at = 0
             self._state.restore(DashboardState())
-        self._target = target
+        self._target, self._origin = target, self._at
         self._go_on(None if wait else SEEK_S)
 
     def _go_on(self, budget: float | None) -> None:
@@ -216,14 +231,12 @@ class RecordingSource:
         before = frames[place - 1][0] if place else 0
         if before == at:
             return
-        seconds = self._times[at - 1] - self._times[max(0, before - 1)]
-        if seconds < FRAME_S and at - before < FRAME_BATCHES:
+        if at - before < self._spacing:
             return
         frames.insert(place, (at, self._state.copy()))
-        # A frame of a large pool takes some tens of megabytes: keep fewer, further apart.
-        most = max(4, min(100, 4_000_000 // max(1, self._state.num_blocks)))
-        if len(frames) > most:
-            del frames[1::2]
+        if len(frames) > max(4, min(MOST_FRAMES, FRAME_MEMORY // self._state.weight())):
+            self._spacing *= 2
+            del frames[::2]
 
     # ----------------------------------------------------------------------------------- inside
 

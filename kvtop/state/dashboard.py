@@ -124,6 +124,12 @@ class DashboardState:
         self.pool.columns.mark_all_dirty()
         self._connect()
 
+    def weight(self) -> int:
+        """Bytes, roughly, that a copy takes: what it does not share with this state."""
+        rows = (view for view in self.requests.values() if not view.done)
+        tokens = sum(len(view.output_ids) + len(view.itl) for view in rows)
+        return 300 * self.pool.mirror.num_blocks + 250 * len(self.history) + 16 * tokens + 500_000
+
     # ------------------------------------------------------------------------------------- reading
 
     @property

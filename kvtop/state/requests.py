@@ -6,7 +6,6 @@ request id. Invariant: the waiting ones are in the order in which the engine wil
 
 from __future__ import annotations
 
-from bisect import insort
 from collections import deque
 from collections.abc import Iterator, ValuesView
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -133,7 +132,7 @@ class Requests(Part):
 
     @takes(ev.RequestQueued)
     def _queued(self, e: ev.RequestQueued, state: DashboardState) -> None:
-        view = self._rows[e.request_id] = RequestView(
+        self._rows[e.request_id] = RequestView(
             request_id=e.request_id,
             t_arrival=e.t_arrival,
             prompt_token_ids=e.prompt_token_ids,
@@ -147,7 +146,7 @@ class Requests(Part):
             slow=state.stream.slow,
             crowded=bool(self.running or self.waiting),
         )
-        self._wait(view, state)
+        self._wait(e.request_id, e.position)
 
     @takes(ev.PrefixLookup)
     def _looked_up(self, e: ev.PrefixLookup, state: DashboardState) -> None:
@@ -199,7 +198,7 @@ class Requests(Part):
         view.preempt(e.tokens_lost)
         self.tokens_lost += e.tokens_lost
         self._leave(e.request_id)
-        self._wait(view, state, at_front=True)
+        self._wait(e.request_id, max(0, e.position))  # at the head in an older recording
 
     @takes(ev.RequestFinished)
     def _finish(self, e: ev.RequestFinished, state: DashboardState) -> None:
@@ -369,19 +368,9 @@ class Requests(Part):
                 sequence.branch = view.seq_ids.index(seq_id)
         return sequence
 
-    def _wait(self, view: RequestView, state: DashboardState, at_front: bool = False) -> None:
-        """Into the waiting ones, in the order in which the engine will admit them."""
-        started = state.engine.started
-        if started is not None and started.knobs.get("scheduling_policy") == "priority":
-            insort(self.waiting, view.request_id, key=self._rank)
-        elif at_front:
-            self.waiting.insert(0, view.request_id)
-        else:
-            self.waiting.append(view.request_id)
-
-    def _rank(self, request_id: int) -> tuple[int, float, int]:
-        view = self._rows[request_id]
-        return view.priority, view.t_arrival, request_id
+    def _wait(self, request_id: int, position: int) -> None:
+        """Into the waiting queue, where the event says; an older recording does not say: at the end."""
+        self.waiting.insert(position if position >= 0 else len(self.waiting), request_id)
 
     def _leave(self, request_id: int) -> None:
         """Out of the queues."""

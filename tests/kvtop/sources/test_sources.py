@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,9 @@ def test_it_can_begin_later(recorded: Any) -> None:
     wall.t += 50
     state = DashboardState(strict=True)
     source.attach(state)
+    assert state.stream.num_batches == 0 and "LOADING 0 %" in source.place, "nothing is waited for"
+    while source.loading:
+        assert source.drain() == []
     assert fingerprint(state) == straight(batches, 6.0)
     pump(source, state)
     wall.t += 1
@@ -128,7 +132,7 @@ def test_speed_pause_and_step(recorded: Any) -> None:
 
 
 def test_seeking_is_exact_from_anywhere_to_anywhere(recorded: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "FRAME_S", 1.0)
+    monkeypatch.setattr(module, "FRAME_BATCHES", 10)
     path, batches = recorded
     source, state, wall = opened(path)
     r = random.Random(4)
@@ -155,9 +159,9 @@ def test_a_long_seek_goes_on_in_the_background(recorded: Any, monkeypatch: pytes
     source, state, _ = opened(path)
     source.pause()
     source.seek(batches[-1].t)
-    assert "seeking" in source.place
+    assert "LOADING" in source.place
     rounds = 0
-    while "seeking" in source.place:
+    while "LOADING" in source.place:
         assert source.drain() == []
         rounds += 1
     assert rounds > 2
@@ -175,12 +179,22 @@ def test_playing_again_after_the_end_starts_over(recorded: Any) -> None:
     assert not source.paused
 
 
-def test_key_frames_are_bounded(recorded: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "FRAME_S", 0.0)
-    path, _ = recorded
+def test_key_frames_are_bounded_and_stay_evenly_apart(recorded: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "FRAME_BATCHES", 1)
+    monkeypatch.setattr(module, "MOST_FRAMES", 20)
+    path, batches = recorded
+    source, state, _ = opened(path)
+    source.seek(1e9, wait=True)
+    places = [at for at, _ in source._frames]
+    assert 8 <= len(places) <= 20
+    gaps = {b - a for a, b in pairwise(places)}
+    assert max(gaps) <= 2 * min(gaps)
+    source.seek(batches[len(batches) // 2].t, wait=True)
+    assert fingerprint(state) == straight(batches, batches[len(batches) // 2].t)
+    monkeypatch.setattr(module, "FRAME_MEMORY", 1)
     source, _, _ = opened(path)
     source.seek(1e9, wait=True)
-    assert 20 < len(source._frames) <= 100
+    assert len(source._frames) <= 4
 
 
 def test_a_damaged_recording_is_played_up_to_the_damage(tmp_path: Path) -> None:

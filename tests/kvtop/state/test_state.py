@@ -183,6 +183,37 @@ def test_step_counts_agree_with_the_engines_own() -> None:
     assert checked > 50
 
 
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+@pytest.mark.parametrize("seed", range(6))
+def test_the_waiting_are_in_the_engines_order(seed: int, policy: str) -> None:
+    state = DashboardState(strict=True)
+    storm = Storm(seed, sink=state.apply, scheduling_policy=policy)
+    most = 0
+    for _ in range(200):
+        storm.act()
+        if not storm.core.has_work:
+            continue
+        storm.core.flush()
+        waiting = [r.request_id for r in storm.core.scheduler.waiting]
+        assert state.requests.waiting == waiting
+        most = max(most, len(waiting))
+    assert most
+
+
+def test_an_older_recording_has_no_positions() -> None:
+    """A new request waits at the end, a preempted one at the head."""
+    state = DashboardState()
+    events: list[ev.Event] = [
+        ev.RequestQueued(1, [1], 0.0),
+        ev.RequestQueued(2, [1], 0.0),
+        ev.RequestAdmitted(1, 1, 0),
+        ev.RequestPreempted(1, [1], 1),
+        ev.RequestQueued(3, [1], 0.0),
+    ]
+    state.apply(ev.StepBatch(0, 0.0, 0, 0, events))
+    assert state.requests.waiting == [1, 2, 3]
+
+
 def test_a_copy_goes_on_alone_and_restore_brings_it_back() -> None:
     batches = rich_stream()
     half = len(batches) // 2
