@@ -88,6 +88,8 @@ def figures(state: DashboardState) -> list[str]:
         f"{rate(state.steps.output_tokens / max(state.t, 1e-9), 'tok/s')}",
         f"prefix cache: {NONE if hit is None else percent(hit)} of {count(state.cache.query_tokens)} prompt "
         f"tokens read, {count(state.pool.evictions)} blocks evicted",
+        f"at most {count(state.pool.peak_blocks)} of {count(state.num_blocks - 1)} blocks held, of their "
+        f"{count(state.pool.peak_blocks * state.block_size)} slots {count(state.pool.peak_filled)} filled",
         f"{count(requests.preemptions)} preemptions lost {count(requests.tokens_lost)} tokens, of which the cache "
         f"gave {count(requests.tokens_back)} back; {count(requests.refused)} refused",
     ]

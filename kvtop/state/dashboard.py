@@ -199,6 +199,9 @@ class DashboardState:
             "requests": [r.summary() for r in requests.values()],
             "prefix_cache": prefix_cache,
             "evictions": self.pool.evictions,
+            "peak_blocks": self.pool.peak_blocks,
+            "slots_filled": self.pool.peak_filled,
+            "slots_held": self.pool.peak_blocks * self.block_size,
         }
         if requests.preemptions:
             out["preemptions"] = {

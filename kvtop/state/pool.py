@@ -34,13 +34,20 @@ class LostContent(NamedTuple):
 class Pool(Part):
     """Columns are indexed by physical block id; the null block 0 is among them."""
 
-    __slots__ = ("columns", "copies", "duplicates", "evictions", "filled", "lost", "mirror", "reloaded")
+    __slots__ = (
+        *("columns", "copies", "duplicates", "evictions", "filled", "lost", "mirror", "peak_blocks"),
+        *("peak_filled", "reloaded"),
+    )
 
     def __init__(self, num_blocks: int = 1, block_size: int = 1) -> None:
         self.mirror = PoolMirror(num_blocks, block_size)
         self.columns = BlockColumns(num_blocks)
         self.filled = 0
         """Token slots of the referenced blocks whose KV is written, those of a shared block counted once."""
+        self.peak_blocks = 0
+        """Most referenced blocks after a step, and"""
+        self.peak_filled = 0
+        """how many of their slots were written then; the most, where several steps had as many blocks."""
         self.evictions = 0
         """Blocks whose content was thrown out for other content."""
         self.duplicates = 0
@@ -167,6 +174,7 @@ class Pool(Part):
     def forget_counts(self) -> None:
         """What happened so far is not counted; the blocks stay as they are."""
         self.evictions = self.duplicates = self.copies = 0
+        self.peak_blocks = self.peak_filled = 0
 
     # --------------------------------------------------------------------------------- the events
 
@@ -242,6 +250,9 @@ class Pool(Part):
             if table:
                 sequence = sequences.get(i)
                 self._written(table, 0 if sequence is None else sequence.num_computed, computed, t)
+        active = self.mirror.active
+        if active > self.peak_blocks or (active == self.peak_blocks and self.filled > self.peak_filled):
+            self.peak_blocks, self.peak_filled = active, self.filled
 
     @takes(ev.PoolSnapshot)
     def _snapshot(self, e: ev.PoolSnapshot, state: DashboardState) -> None:

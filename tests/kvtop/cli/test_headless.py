@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from engine import EngineConfig, SamplingParams, SetupError
+from engine import EngineConfig, SamplingParams, SetupError, load_workload
 from engine.config import EngineConfig as Config
 from engine.events import EngineStarted, EngineStopped, StepBatch, decode_batch
 from engine.files.model_files import Progress
@@ -49,6 +49,7 @@ def test_the_summary_is_the_pinned_one() -> None:
     assert set(told) == {
         *("schema", "type", "source", "model", "device", "dtype", "block_size", "num_blocks"),
         *("usable_blocks", "bytes_per_block", "requests", "prefix_cache", "evictions"),
+        *("peak_blocks", "slots_filled", "slots_held"),
     }
     cold, hit = told["requests"]
     assert set(cold) == {
@@ -68,6 +69,11 @@ def test_the_summary_is_the_pinned_one() -> None:
     assert cache["query_tokens"] == cold["prompt_tokens"] + hit["prompt_tokens"]
     assert cache["hit_rate"] == round(cache["hit_tokens"] / cache["query_tokens"], 6)
     assert told["usable_blocks"] == told["num_blocks"] - 1
+    # The second prompt reads the first one's blocks, so it alone tells the most that were held.
+    tokens = max(r["prompt_tokens"] for r in (cold, hit)) + 4
+    assert told["peak_blocks"] == -(-tokens // told["block_size"])
+    assert told["slots_held"] == told["peak_blocks"] * told["block_size"]
+    assert told["slots_filled"] == tokens
     assert "KV: " in err
     assert "tokens" in err
 
@@ -295,3 +301,24 @@ def test_exit_code_0_where_one_succeeded_and_1_where_the_others_were_refused() -
     assert (code, "#1 error: " in err) == (0, True)
     assert answer([too_long, other], Job(), build=failing())[0] == 1
     assert answer([too_long, good], Job())[0] == 0
+
+
+def test_peak_blocks_are_those_of_the_fullest_step_and_count_shared_ones_once() -> None:
+    """Two prompts of 48 equal tokens at once: three blocks in common at most, one of its own each."""
+    prompts = [Prompt([5] * 50, params=FIVE), Prompt([5] * 50, params=FIVE), Prompt([7] * 10, params=FIVE)]
+    _, out, _ = answer(prompts, Job(as_json=True, once=True))
+    summary = json.loads(out)
+    assert (summary["peak_blocks"], summary["slots_filled"], summary["slots_held"]) == (4, 54, 64)
+    n = SamplingParams(n=2, max_tokens=5, temperature=1)
+    _, out, _ = answer([Prompt([5] * 48, params=n)], Job(as_json=True, once=True))
+    summary = json.loads(out)
+    assert (summary["peak_blocks"], summary["slots_filled"], summary["slots_held"]) == (5, 56, 80)
+
+
+def test_a_loads_figures_name_the_most_blocks_held() -> None:
+    workload = load_workload("chat")
+    stream = replace(
+        workload.streams[0], requests=6, arrivals=replace(workload.streams[0].arrivals, think=0.0)
+    )  # type: ignore[type-var]
+    _, out, _ = answer([], Job(load=replace(workload, streams=(stream,))))
+    assert "blocks held, of their " in out
