@@ -70,8 +70,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         elif operator == "**":
             _check_power(left, right)
         elif operator == "%" and isinstance(left, str):
-            _check_format(left)
-            _weighed(right)
+            _check_format(left, right)
         elif not isinstance(left, (int, float)):
             _weighed((left, right))
         return super().call_binop(context, operator, left, right)
@@ -179,9 +178,26 @@ def _check_power(base: Any, exponent: Any) -> None:
         raise TooMuch("it makes too large a number")
 
 
-def _check_format(form: str) -> None:
+def _check_format(form: str, values: Any) -> None:
+    """A format may name a value many times."""
+    _weighed(values)
     if _WIDE.search(form):
         raise TooMuch("it formats with too wide a field")
+    longest = max((len(text) for text in _texts(values)), default=0)
+    if longest * (form.count("%") + form.count("{")) > MOST:
+        raise TooMuch(f"it makes more than {MOST >> 20} Mi characters")
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Texts in lists and mappings that were weighed."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for one in value.values():
+            yield from _texts(one)
+    elif isinstance(value, (list, tuple)):
+        for one in value:
+            yield from _texts(one)
 
 
 def _check_numbers(values: tuple[Any, ...]) -> None:
@@ -201,7 +217,7 @@ def _check_text(name: str, text: str | bytes, args: tuple[Any, ...], kwargs: dic
     """Before a method of a text is called."""
     _weighed((text, args, kwargs))
     if name in ("format", "format_map"):
-        _check_format(str(text))
+        _check_format(str(text), (args, kwargs))
         if re.search(r"\{[^}]*\{", str(text)):  # a field whose width is another field
             _check_numbers(
                 (*args, *kwargs.values(), *(v for a in args if isinstance(a, dict) for v in a.values()))
@@ -210,6 +226,8 @@ def _check_text(name: str, text: str | bytes, args: tuple[Any, ...], kwargs: dic
     _check_numbers((*args, *kwargs.values()))
     if name == "replace":
         _check_replace(str(text), args)
+    elif name == "translate":
+        _check_product(len(text), max(_texts(args), key=len, default=""))
     elif name == "join" and args and isinstance(args[0], (list, tuple, str)):
         _check_product(len(args[0]), text)
     elif name in ("expandtabs", "ljust", "rjust", "center", "zfill"):
@@ -243,8 +261,15 @@ def _bounded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         if name == "replace" and texts:
             _check_replace(texts[0], tuple(texts[1:]))
         elif name == "format" and texts:
-            _check_format(texts[0])
-        elif name in ("indent", "tojson", "center", "join"):
+            _check_format(texts[0], values[1:])
+        elif name not in (
+            "default",
+            "d",
+        ):  # indent by a text, wrap with one, link with one: length times length
+            first, second = sorted([0, 0, *map(len, texts)])[:-3:-1]
+            if first * second > 16 * MOST:
+                raise TooMuch(f"it makes more than {MOST >> 20} Mi characters")
+        if name in ("indent", "tojson", "center", "join"):
             numbers = max((v for v in values if isinstance(v, int)), default=4)
             longest = max([numbers, *(len(t) for t in texts[-1:] if name == "join")])
             entries = sum(len(v) if isinstance(v, (str, list, tuple, dict)) else 1 for v in values)
