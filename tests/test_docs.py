@@ -14,8 +14,10 @@ from pathlib import Path
 import pytest
 
 from kvtop.app.screens import figures
+from kvtop.record.audit import LAWS
 from kvtop.state.explain import Reason
 from kvtop.widgets.base.panel import Panel
+from tests.kvtop.record.test_fields import UNPROVEN
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
@@ -146,3 +148,20 @@ def test_every_panel_is_explained_with_all_its_figures() -> None:
 def test_every_figure_of_the_bars_is_explained() -> None:
     for title, definitions in figures.FIGURES.values():
         assert [name for name, _ in definitions if name not in ANSWERS] == [], title
+
+
+# ------------------------------------------------------------------------------------------- proof
+
+PROOF = TEXT[ROOT / "docs" / "recording-and-proof.md"]
+
+
+def test_every_law_is_explained() -> None:
+    for law in LAWS:
+        assert f"\n| `{law.__module__.replace('.', '/')}.py` | " in PROOF
+
+
+def test_every_field_that_is_not_proven_is_listed() -> None:
+    for field in UNPROVEN:
+        assert f"`{field}`" in PROOF or f"`{field.partition('.')[0]}.*`" in PROOF, field
+    listed = set(re.findall(r"`([A-Z]\w+\.[a-z_]+)`", PROOF.split("\n## What it does not prove\n")[1]))
+    assert listed <= set(UNPROVEN)

@@ -3,7 +3,7 @@
 Owns the list of laws and the order in which they see an event. The transitions of the pool are PoolMirror's. The
 laws are written from the contract (engine.events), not from the engine's code, so that the two can contradict each
 other. Most events that are missing, and most fields that were changed, show because others depend on them, even if
-the rest was renumbered; docs/recording.md lists what nothing else depends on.
+the rest was renumbered; docs/recording-and-proof.md lists what nothing else depends on.
 """
 
 from __future__ import annotations
