@@ -42,6 +42,8 @@ class Door:
         self.num_blocks = 0
         """0 before EngineStarted."""
         self.block_size = 1
+        self.num_tokens = 0
+        """What the pool holds, and so the most that one sequence can hold."""
         self._checks: dict[type, Callable[[Any], None]] = {
             ev.EngineStarted: self._started,
             ev.BlocksAllocated: self._ids,
@@ -80,6 +82,7 @@ class Door:
         _plain("EngineStarted.knobs", e.knobs)
         if not self.num_blocks:  # a second one is a broken law, and changes no pool
             self.num_blocks, self.block_size = e.num_blocks, e.block_size
+            self.num_tokens = e.num_blocks * e.block_size
 
     def _ids(self, e: ev.BlocksAllocated | ev.BlocksTouched | ev.BlocksReleased) -> None:
         ids = e.ids
@@ -87,15 +90,17 @@ class Door:
             self._outside(e, "ids", ids)
 
     def _copied(self, e: ev.BlocksCopied) -> None:
-        self._blocks(e, "src", [e.src])
-        self._blocks(e, "dst", [e.dst])
+        if e.src >= self.num_blocks or e.dst >= self.num_blocks:
+            self._blocks(e, "src", [e.src])
+            self._blocks(e, "dst", [e.dst])
         if e.index >= self.num_blocks:
             raise Refused(f"BlocksCopied.index is {e.index:,}, a table has under {self.num_blocks:,} entries")
 
     def _stored(self, e: ev.BlocksStored) -> None:
         self._ids(e)  # type: ignore[arg-type]
         n = len(e.ids)
-        _columns(e, "ids", "hashes")
+        if len(e.ids) != len(e.hashes):
+            _columns(e, "ids", "hashes")
         if e.token_ids and len(e.token_ids) != n * self.block_size:
             raise Refused(
                 f"BlocksStored.token_ids has {len(e.token_ids):,} tokens for {n:,} blocks of {self.block_size:,}"
@@ -105,7 +110,8 @@ class Door:
 
     def _evicted(self, e: ev.BlocksEvicted) -> None:
         self._ids(e)  # type: ignore[arg-type]
-        _columns(e, "ids", "hashes")
+        if len(e.ids) != len(e.hashes):
+            _columns(e, "ids", "hashes")
 
     def _snapshot(self, e: ev.PoolSnapshot) -> None:
         n = self.num_blocks
@@ -169,8 +175,9 @@ class Door:
             _columns(e, "seq_ids", "start", "n")
         if e.drafts and len(e.drafts) != len(e.n):
             _columns(e, "n", "drafts")
-        self._tokens(e, "start", e.start)
-        self._tokens(e, "n", e.n)
+        if e.n and max(max(e.start), max(e.n)) > self.num_tokens:
+            self._tokens(e, "start", e.start)
+            self._tokens(e, "n", e.n)
 
     def _sampled(self, e: ev.TokensSampled) -> None:
         rows, tokens = len(e.seq_ids), sum(e.counts)
@@ -206,12 +213,9 @@ class Door:
 
     def _tokens(self, e: ev.Event, name: str, tokens: Sequence[int]) -> None:
         """What one sequence holds cannot be more than the pool holds."""
-        if tokens and max(tokens) > self.num_blocks * self.block_size:
-            if not self.num_blocks and not max(tokens):
-                return
+        if tokens and max(tokens) > self.num_tokens:
             raise Refused(
-                f"{type(e).__name__}.{name} is {max(tokens):,}, "
-                f"the pool holds {self.num_blocks * self.block_size:,} tokens"
+                f"{type(e).__name__}.{name} is {max(tokens):,}, the pool holds {self.num_tokens:,} tokens"
             )
 
 
