@@ -1,6 +1,6 @@
 """Knob: what a person may write for one field, and how it is explained.
 
-Owns the check of a value: its kind, its range and the words of the error. A knob stands in the annotation of a
+Owns the check of a value: its kind, its range and the words of the error. A knob is part of the annotation of a
 dataclass field; the command line, the KVTOP_ variables, the config file, `kvtop config` and docs/options.md are made
 from it. Invariant: a value that passed `checked` has the kind and the range that its field says, whatever wrote it.
 """
@@ -105,11 +105,6 @@ class Setting:
     hint: Any
     default: Any
     owner: type
-
-    @cached_property
-    def optional(self) -> bool:
-        """None is a value: what is used then is found out at the start."""
-        return _is_optional(self.hint)
 
     @cached_property
     def many(self) -> bool:

@@ -23,10 +23,10 @@ from kvtop.values import from_toml
 
 
 def data_folder(name: str) -> Path:
-    """The folder `name` (themes, demos): beside the package in a checkout, else inside the package.
+    """The folder `name` (themes, demos): next to the package in a checkout, otherwise inside it.
 
     An editable install holds copies inside that go stale, so the checkout's own wins; a stranger's
-    folder beside an installed package does not, hence the look for pyproject.toml.
+    folder next to an installed package does not: a checkout has a pyproject.toml.
     """
     package = Path(__file__).resolve().parent
     checkout = package.parent

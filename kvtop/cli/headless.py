@@ -57,8 +57,8 @@ def run(
 ) -> int:
     """Answer the prompts and the load. Returns the exit code: 0 where a request succeeded; 1 if all failed, the engine
     failed on the way or the recording ended early; 2 if every request was refused; 130 after ctrl+c, 143 after SIGTERM,
-    129 after SIGHUP. Raises SetupError when the engine cannot start or the recording cannot be written. build stands in
-    for Engine's own (a toy in tests)."""
+    129 after SIGHUP. Raises SetupError when the engine cannot start or the recording cannot be written. build replaces
+    the Engine's own (a toy in tests)."""
     simulation = job.simulation
     build = build or (simulation and simulation.build)
     engine = Engine(config) if build is None else Engine(config, build=build)

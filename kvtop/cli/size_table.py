@@ -126,13 +126,13 @@ def _product(r: Report) -> str:
 
 def _memory(r: Report) -> list[str]:
     memory, weights = r["memory"], r["weights"]
-    told = [f"{weights['parameters'] / 1e9:.4g} B parameters"] if "parameters" in weights else []
+    parts = [f"{weights['parameters'] / 1e9:.4g} B parameters"] if "parameters" in weights else []
     if "active_parameters" in weights and weights["active_parameters"] < weights["parameters"]:
-        told.append(f"{weights['active_parameters'] / 1e9:.3g} B of them for one token")
-    told += [f"in {weights['format']}"] if "format" in weights else []
+        parts.append(f"{weights['active_parameters'] / 1e9:.3g} B of them for one token")
+    parts += [f"in {weights['format']}"] if "format" in weights else []
     out = [_row("memory", memory["bytes"], "")]
     if "bytes" in weights:
-        out.append(_row("  weights", weights["bytes"], ", ".join(told)))
+        out.append(_row("  weights", weights["bytes"], ", ".join(parts)))
     out.append(_row("  overhead", memory["overhead_bytes"], "activations, graphs, libraries"))
     if "kv_bytes" in memory:
         blocks = f"{r['num_blocks']:,} blocks, one of them the null block" if "num_blocks" in r else ""
