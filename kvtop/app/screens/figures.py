@@ -25,9 +25,10 @@ FIGURES: dict[type[Widget], tuple[str, tuple[Definition, ...]]] = {
         (
             ("blocks", "Physical blocks of the pool that can be used: all but the null block."),
             ("running", "Requests that were admitted and are not finished."),
+            ("waiting", "Requests that were never admitted, and turns that wait for the answer before."),
             (
-                "waiting",
-                "Requests that hold no blocks yet, preempted ones and turns that wait for the answer before.",
+                "preempted",
+                "Requests that gave their blocks up and wait to start over; not among the waiting.",
             ),
             ("hit", "Tokens read from the cache / prompt tokens, over first admissions; percent, floored."),
             ("tok/s", "Output tokens per second, all sequences together, over the last 2 s."),
@@ -62,6 +63,24 @@ FIGURES: dict[type[Widget], tuple[str, tuple[Definition, ...]]] = {
                 "One physical block while all fit; else the title says how many blocks a cell stands for.",
             ),
             ("majority", "With several blocks a pixel it shows the state that most of them have."),
+            (
+                "active, shared, filling",
+                "Blocks that sequences refer to: by one and full, by two or more, by one and not full. Together they "
+                "are the blocks referenced. A request holds many blocks, and several may share one: no count here "
+                "equals the running requests.",
+            ),
+            (
+                "cached, free",
+                "Blocks that nobody refers to: with a content that can still be hit, and without.",
+            ),
+            (
+                "hit ◆",
+                "An active block that a request read from the cache; other hit blocks keep their glyph.",
+            ),
+            (
+                "evicted ×",
+                "The content was just thrown out and nothing is written yet; then the new glyph glows.",
+            ),
             ("refs", "Sequences whose block table names the block."),
             ("read", "Look-ups that read the block's present content."),
         ),

@@ -7,7 +7,6 @@ sensible is shown and nothing raises.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, ClassVar, Self
@@ -33,7 +32,7 @@ from kvtop.widgets.bars.hint import Hint, KeyLine
 from kvtop.widgets.bars.step_line import StepLine
 from kvtop.widgets.base import story
 from kvtop.widgets.base.lines import Kept, Lines
-from kvtop.widgets.base.panel import Panel, Scrolling
+from kvtop.widgets.base.panel import REFRESH
 from kvtop.widgets.chat import lookup
 from kvtop.widgets.chat.chat import Chat
 from kvtop.widgets.chat.lookup_strip import LookupStrip
@@ -56,6 +55,9 @@ from kvtop.widgets.ops.throughput import ThroughputPanel
 if TYPE_CHECKING:
     from kvtop.state.dashboard import DashboardState
 
+
+ROUND = 0.25
+"""Seconds between two rounds at least, while figures change. On a CPU each round takes time from the engine."""
 
 TOLD = 2.5
 """Seconds that the line under the map tells of an eviction."""
@@ -146,13 +148,15 @@ class MainScreen(Kept, Screen[None]):
         """Blocks under the mouse, in order."""
         self._lines: list[Lines] = []
         self._boxes: list[Box] = []
-        self._periods: dict[Lines, float] = {}
         self._in_view: list[Lines] | None = None
         """Those of `_lines` that the layout shows; None until it is asked."""
         self._moved_at = float("-inf")
         """Wall clock of the first frame that showed the present state."""
         self._seen: tuple[object, ...] = ()
-        self._painted_at = float("-inf")
+        self._round_of: tuple[object, ...] = (0, -1, -1)
+        self._round_at = self._early_at = self._now = float("-inf")
+        """Wall clock of the last round, and the display's clock that its figures show."""
+        self._turns = (0, 0, 0)
 
     # ------------------------------------------------------------------------------- structure
 
@@ -194,7 +198,6 @@ class MainScreen(Kept, Screen[None]):
     def on_mount(self) -> None:
         """Start in the mode that fits the source."""
         self._lines, self._boxes = list(self.query(Lines)), list(self.query(Box))
-        self._periods = {widget: _period(widget) for widget in self._lines}
         self.screen_layout_refresh_signal.subscribe(self, self._forget_view, immediate=True)
         self._placed = [w for w in self.walk_children(Widget) if w.id in PLACED]
         self.place_panels()
@@ -254,45 +257,44 @@ class MainScreen(Kept, Screen[None]):
     # ------------------------------------------------------------------------------- painting
 
     def paint(self, state: DashboardState, now: float, wall: float, every: bool) -> bool:
-        """Paint the widgets that are on the screen: those whose period is over at `wall`, or `every`
-        one. Returns True if some still owe a frame."""
+        """Paint a round or, between two rounds, what moves. Returns True if a round is owed.
+
+        A round paints every widget in view, so that all figures on the screen are of one moment.
+        """
         self.profiled = state.engine.profile is not None
         self.place_panels()
         seen = (id(state), state.generation, state.seq)
         if seen != self._seen:
             self._seen, self._moved_at = seen, wall
         in_view = self.in_view
-        due = in_view if every else self._due(in_view, wall)
         changed: list[Region] = []
-        for widget in due:
-            changed += widget.paint_into(state, now)
-            widget.stale, widget.painted_at = False, wall
-        self._painted_at = wall
-        told = self._pointed_at(state) or self._just_happened(state, now)
-        for box in self._boxes:
-            changed += box.retitle(told if box is self.map_box else "")
+        if every or self._round_is_due(state, wall):
+            if seen != self._round_of or now - self._now >= REFRESH or now < self._now:
+                self._now = now  # else ages and rates stay those of the round before
+            self._round_of, self._round_at, self._turns = seen, wall, _turns(state)
+            for widget in in_view:
+                changed += widget.paint_into(state, self._now)
+                widget.stale = False
+            below = self._pointed_at(state) or self._just_happened(state, self._now)
+            for box in self._boxes:
+                changed += box.retitle(below if box is self.map_box else "")
+        else:
+            for widget in in_view:
+                if widget.MOVES:
+                    changed += widget.paint_into(state, now, between=True)
         if changed:
             draw_regions(self, changed)
-        return any(widget.painted_at < self._moved_at for widget in in_view)
+        return self._round_at < self._moved_at
 
-    def _due(self, in_view: Sequence[Lines], wall: float) -> list[Lines]:
-        """Who is painted now. Of those whose period is over only as many as come due in a frame on average,
-        who shows an older state and waits longest first: all at once would make every second frame a long
-        one. Nobody waits for another period."""
-        since = wall - self._painted_at
-        due: list[Lines] = []
-        waiting: list[tuple[bool, float, int]] = []
-        share = 0.0
-        for n, widget in enumerate(in_view):
-            period, age = self._periods[widget], wall - widget.painted_at
-            if widget.stale or age >= 2 * period:
-                due.append(widget)
-                continue
-            share += min(1.0, since / period)
-            if age >= period:
-                waiting.append((widget.painted_at >= self._moved_at, widget.painted_at + period, n))
-        waiting.sort()
-        return due + [in_view[n] for _, _, n in waiting[: math.ceil(share - 1e-6)]]
+    def _round_is_due(self, state: DashboardState, wall: float) -> bool:
+        """Figures that change faster than ROUND cannot be read. A request that comes or ends is shown at once, if the
+        last round that came early for one is long enough ago."""
+        if wall - self._round_at >= ROUND or self.stale or state.generation != self._round_of[1]:
+            return True
+        early = _turns(state) != self._turns and wall - self._early_at >= ROUND
+        if early:
+            self._early_at = wall
+        return early
 
     @property
     def in_view(self) -> list[Lines]:
@@ -401,12 +403,9 @@ class MainScreen(Kept, Screen[None]):
                 self.strip.picked = event.request_id
 
 
-def _period(widget: Lines) -> float:
-    """Graphs five times a second, lists every 0.4 s: nobody reads figures faster, and on a CPU each frame is
-    taken from the engine."""
-    if isinstance(widget, Panel):
-        return 0.4 if isinstance(widget, Scrolling) else 0.2
-    return widget.PERIOD
+def _turns(state: DashboardState) -> tuple[int, int, int]:
+    """Differs when a request came, started or ended."""
+    return len(state.requests), len(state.requests.running), len(state.requests.waiting)
 
 
 def _shown(widget: Widget) -> bool:

@@ -15,6 +15,7 @@ from rich.style import Style
 
 from kvtop.text import cut, safe_text
 from kvtop.units import NONE, count, percent, rate
+from kvtop.widgets.base.counts import queue_counts
 from kvtop.widgets.base.lines import Lines, Part
 
 if TYPE_CHECKING:
@@ -33,8 +34,6 @@ class Badge:
 
 class Header(Lines):
     """`badges` are set by whoever drives the source."""
-
-    PERIOD = 0.2
 
     def __init__(self, *, id: str | None = None) -> None:
         super().__init__(id=id)
@@ -81,14 +80,13 @@ class Header(Lines):
         kind = f" {safe_text(started.device)}·{_DTYPES.get(started.dtype, started.dtype)}"
         if started.knobs.get("kv_cache_dtype") == "fp8":
             kind += "·kv fp8"
-        queues = state.steps.completed.queues if state.steps.completed is not None else {}
-        running, waiting = len(state.requests.running), len(state.requests.waiting) + self.held
+        running, waiting, preempted = queue_counts(state, self.held)
         fields: list[tuple[int, list[Part]]] = [
             (2, [(model, text + Style(bold=True)), (kind, muted)]),
             (4, [(f"{count(started.num_blocks - 1)} blocks", text)]),
             (1, [(count(running), text), (" running ", muted), (count(waiting), text), (" waiting", muted)]),
         ]
-        if preempted := queues.get("preempted", 0):
+        if preempted:
             fields.append((3, [(f"{count(preempted)} preempted", self.ink("warning"))]))
         hit = state.cache.hit_rate()
         style = self.ink("hit") if hit else text

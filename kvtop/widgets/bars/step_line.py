@@ -30,8 +30,6 @@ _LEAST = 40
 class StepLine(Lines):
     """step decode 1 ▏prefill – ▏unused ··· of 512   ITL ▁▂▁ p50 16 ms   next out ·82 ·83 ·84"""
 
-    PERIOD = 0.1
-
     def paint(self, state: DashboardState, now: float) -> None:
         """The parts that fit, the bar as wide as it may be."""
         width = self.size.width

@@ -79,8 +79,8 @@ class Lines(Widget):
 
     DEFAULT_CSS = "Lines { width: 1fr; height: 1fr; }"
     ALLOW_SELECT = False
-    PERIOD: ClassVar[float] = 0.0
-    """Least seconds between two frames of this widget: figures that change faster cannot be read."""
+    MOVES: ClassVar[bool] = False
+    """It is also painted in the frames between two rounds, by `paint_between`."""
 
     def __init__(self, *, id: str | None = None, classes: str | None = None) -> None:
         super().__init__(id=id, classes=classes)
@@ -102,8 +102,6 @@ class Lines(Widget):
         self._inks: dict[int, tuple[Style, Style]] = {}
         """By the identity of a part's style: it, and how it looks over `base`."""
         self._collected: list[Region] | None = None
-        self.painted_at = float("-inf")
-        """Wall clock of its last frame, kept by the screen."""
         self.base = Style.null()
         """The widget's own colours, under every part's style."""
 
@@ -137,13 +135,17 @@ class Lines(Widget):
         """What the rows say, without styles; each as wide as the widget."""
         return [strip.text for strip in self._strips]
 
-    def paint_into(self, state: DashboardState, now: float) -> list[Region]:
-        """`paint`, but the screen is told by the caller: returns the regions that changed, in its own
-        coordinates. One refresh of the screen is much cheaper than one of every widget."""
+    def paint_between(self, state: DashboardState, now: float) -> None:
+        """What moves between two rounds, without any figure: a figure shows the moment of the last round. Only
+        called after `paint`."""
+
+    def paint_into(self, state: DashboardState, now: float, between: bool = False) -> list[Region]:
+        """`paint` or `paint_between`, but the caller tells the screen: returns the regions that changed, in the
+        screen's coordinates. One refresh of the screen is much cheaper than one of every widget."""
         collected: list[Region] = []
         self._collected = collected
         try:
-            self.paint(state, now)
+            (self.paint_between if between else self.paint)(state, now)
         finally:
             self._collected = None
         if not collected:

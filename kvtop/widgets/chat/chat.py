@@ -39,6 +39,7 @@ class Chat(Lines):
     """Focus it to scroll with the arrow and page keys; end follows again."""
 
     can_focus = True
+    MOVES = True
     ALLOW_SELECT = True
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("up,k", "scroll_lines(1)", "Scroll", show=False),
@@ -70,7 +71,12 @@ class Chat(Lines):
         """Prompts that have not arrived at the engine."""
         self.invites: Sequence[str] = ()
         """What to do while nothing was asked."""
-        self._layouts: dict[int, tuple[object, list[Line], Sheet]] = {}
+        self._layouts: dict[int, tuple[tuple[object, object], list[Line], Sheet]] = {}
+        """By request: (its figures, its text), the lines that show them, and what they are made from."""
+        self._ids: Sequence[int] = ()
+        """Requests of the last round, and those of them that had not arrived."""
+        self._waiting_ids: dict[int, Held] = {}
+        self._between = False
         self._view: list[tuple[int, Line]] = []
         self._block_size = 16
 
@@ -92,15 +98,34 @@ class Chat(Lines):
             return
         self._block_size = state.started.block_size if state.started is not None else 16
         held = {h.request_id: h for h in self.held if h.request_id not in state.requests}
+        # In the order of asking: a turn that had to wait for its conversation arrives after later ones.
+        self._ids, self._waiting_ids = sorted((*state.requests, *held), reverse=True), held
         if not state.requests and (state.started is None or not held):
             self._view, self.back = [], 0
             self.title = self._title(state)
             self.set_rows(self._welcome(state, width, height))
             return
+        self._paint_requests(state, width, height)
+
+    def paint_between(self, state: DashboardState, now: float) -> None:
+        """The answers that grow."""
+        width, height = self.size
+        if (
+            self._view
+            and width
+            and height
+            and all(i in state.requests or i in self._waiting_ids for i in self._ids)
+        ):
+            self._between = True
+            try:
+                self._paint_requests(state, width, height)
+            finally:
+                self._between = False
+
+    def _paint_requests(self, state: DashboardState, width: int, height: int) -> None:
         shown: list[tuple[int, Line]] = []
-        want = height + self.back
-        # In the order of asking: a turn that had to wait for its conversation arrives after later ones.
-        for rid in sorted((*state.requests, *held), reverse=True):
+        want, held = height + self.back, self._waiting_ids
+        for rid in self._ids:
             lines = (
                 self._waiting(held[rid], width)
                 if rid in held
@@ -189,14 +214,16 @@ class Chat(Lines):
 
     def _lines(self, state: DashboardState, view: RequestView, width: int) -> list[Line]:
         rid = view.request_id
-        key = (
-            width,
-            view.phase,
+        text = (
             len(view.output_ids),
             len(view.text),
             sum(map(len, view.texts.values())) if view.width > 1 else 0,
+        )
+        figures = (
+            width,
+            view.phase,
             view.unshared_peak,
-            view.num_computed,
+            view.num_computed if view.t_first is None else None,
             view.cached_tokens,
             view.t_first,
             view.blocked,
@@ -206,12 +233,12 @@ class Chat(Lines):
         known = self._layouts.get(rid)
         if known is None or not known[2].is_of(view):
             sheet = Sheet(view.prompt_token_ids)
-        elif known[0] == key:
+        elif known[0] == (figures, text) or (self._between and known[0][0] != figures):
             return known[1]
         else:
             sheet = known[2]
         lines = list(Layouter(state, width, self.ink, rid in self.unfolded, sheet).lines(view))
-        self._layouts[rid] = (key, lines, sheet)
+        self._layouts[rid] = ((figures, text), lines, sheet)
         return lines
 
     def _row(self, line: Line, table: list[int]) -> Row:

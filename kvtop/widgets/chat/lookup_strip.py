@@ -33,6 +33,7 @@ class LookupStrip(Lines):
     """Focus it to walk along the prompt with the arrow keys."""
 
     can_focus = True
+    MOVES = True
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("left,h", "walk(-1)", "Walk along the prompt", show=False),
         Binding("right,l", "walk(1)", "", show=False),
@@ -102,6 +103,14 @@ class LookupStrip(Lines):
         if height > 2:
             rows.insert(1, self._origin(state, view, width))
         self.set_rows(rows)
+
+    def paint_between(self, state: DashboardState, now: float) -> None:
+        """A hit that sweeps over the strip."""
+        view = None if self.shown is None else state.requests.get(self.shown)
+        if view is None or state.started is None or self.size.height < 2 or not self._cells:
+            return
+        if self.motion.lit(view.request_id) is not None:
+            self.set_row(0, self._strip(state, view, state.started.block_size, self.size.width))
 
     def _sentence(self, state: DashboardState, view: RequestView, width: int, with_miss: bool) -> list[Part]:
         """The longest form that fits; behind a cold one why it was cold, if there is no other row for it."""

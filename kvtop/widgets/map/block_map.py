@@ -89,6 +89,7 @@ class BlockMap(Lines):
     """The pool. Focus it to walk over the blocks with the arrow keys."""
 
     can_focus = True
+    MOVES = True
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("left,h", "walk(-1, 0)", "Walk over the blocks", show=False),
         Binding("right,l", "walk(1, 0)", "", show=False),
@@ -158,11 +159,19 @@ class BlockMap(Lines):
         layout = self.projection
         if layout is None or layout.n != n or state.generation != self._generation:
             layout = self._project(state, n, width, rows)
-        self._draw(
-            self._cells(state, layout) if layout.mode == "cells" else self._pixels(state, layout), layout
-        )
+        self._draw_blocks(state, layout)
         if rows < height:
             self.set_row(rows, self._legend(state, layout))
+
+    def paint_between(self, state: DashboardState, now: float) -> None:
+        """The cells. The legend's counts wait for the next round."""
+        layout = self.projection
+        if layout is not None and state.generation == self._generation and layout.n == state.num_blocks - 1:
+            self._draw_blocks(state, layout)
+
+    def _draw_blocks(self, state: DashboardState, layout: Layout) -> None:
+        cells = layout.mode == "cells"
+        self._draw(self._cells(state, layout) if cells else self._pixels(state, layout), layout)
 
     def _project(self, state: DashboardState, n: int, width: int, rows: int) -> Layout:
         layout = Layout.fit(n, width, rows, colour=not self.palette.hueless)

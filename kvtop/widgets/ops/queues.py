@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from kvtop.text import safe_text
 from kvtop.units import NONE, count, duration, percent
+from kvtop.widgets.base.counts import queue_counts
 from kvtop.widgets.base.lines import Part, Row
 from kvtop.widgets.base.panel import Scrolling
 from kvtop.widgets.base.table import Cell, Column, fit, progress, table
@@ -74,13 +75,14 @@ class QueuesPanel(Scrolling):
     def rows(self, state: DashboardState, now: float, width: int, height: int) -> list[Row]:
         """Counts, then the table."""
         views = list(_in_order(state.requests.values()))
-        tally = {phase: sum(view.phase == phase for view in views) for phase in _ORDER}
+        running, waiting, preempted = queue_counts(state, self.held)
+        finished = sum(view.phase == "finished" for view in views)
         head = self.figures(
             width,
-            ("", f"{tally['running']} running", self.ink("active")),
-            ("", f"{tally['queued'] + self.held} waiting", self.ink("text")),
-            ("", f"{tally['preempted']} preempted", self.ink("evicted" if tally["preempted"] else "muted")),
-            ("", f"{tally['finished']} finished", self.ink("muted")),
+            ("", f"{running} running", self.ink("active")),
+            ("", f"{waiting} waiting", self.ink("text")),
+            ("", f"{preempted} preempted", self.ink("evicted" if preempted else "muted")),
+            ("", f"{finished} finished", self.ink("muted")),
         )
         if not views:
             return [head, self.say("no request yet")]

@@ -1,11 +1,13 @@
-"""Who is painted when: figures at their own pace and spread over the frames, and nothing is left behind."""
+"""Who is painted when: all figures of a frame are of one moment, and nothing is left behind."""
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 
+import pytest
+
 from engine.events import DeviceSample
-from kvtop.app.screens.main import _period
 from kvtop.widgets.base.lines import Lines
 from tests.kvtop.screen import Show, show
 from tests.kvtop.stage import Stage
@@ -44,18 +46,56 @@ class Watch:
         return self.painted[:]
 
 
-async def test_figures_are_spread_over_the_frames() -> None:
+async def test_figures_are_painted_in_rounds_and_what_moves_in_every_frame() -> None:
     stage = talking()
     async with show((200, 60), stage.batches) as shown:
         watch = Watch(shown, stage)
-        frames = [watch.tick() for _ in range(41)][1:]
-        panels = [w for w in shown.app.main.in_view if _period(w)]
-        most = max(sum(1 for w in frame if _period(w)) for frame in frames)
-        assert len(panels) >= 10 and most <= 0.6 * len(panels), "no frame has them all"
-        paints = Counter(w for frame in frames for w in frame)
-        for widget in shown.app.main.in_view:
-            pace = 40 * TICK / max(TICK, 2 * _period(widget))
-            assert paints[widget] >= int(pace), f"{widget} waits for more than two periods"
+        frames = [watch.tick() for _ in range(40)]
+        in_view = set(shown.app.main.in_view)
+        assert {frozenset(frame) for frame in frames} == {frozenset(in_view), frozenset()}
+        rounds = sum(bool(frame) for frame in frames)
+        assert 12 <= rounds <= 15, "every third frame of ten a second"
+
+
+def same_figures(text: str) -> None:
+    """Figures of one name are equal wherever they are on the screen."""
+    header, _, rest = text.partition("\n")
+    for name in ("running", "waiting", "preempted"):
+        inside = set(re.findall(rf"(\d[\d,]*) {name}\b", rest))
+        outside = set(re.findall(rf"(\d[\d,]*) {name}\b", header))
+        assert name == "preempted" or len(outside) == 1, header
+        assert not outside or not inside or inside == outside, (name, header, inside)
+    evicted = set(re.findall(r"evicted (\d[\d,]*)", rest)) | set(
+        re.findall(r"(\d[\d,]*) evicted so far", rest)
+    )
+    assert len(evicted) <= 1, evicted
+    hit = set(re.findall(r"hit (\d+) %", header)) | set(re.findall(r"hit rate (\d+) %", rest))
+    assert len(hit) <= 1, hit
+    decode = set(re.findall(r"decode (\d+) +▏?prefill", rest))
+    assert len(decode) <= 1, decode
+    rows = len(re.findall(r"#\d+ (?:decode|prefill) ", rest))
+    assert not rows or f" {rows} running" in header
+
+
+@pytest.mark.parametrize("steps", [1, 3, 10])
+async def test_all_figures_of_a_frame_are_of_one_moment(steps: int) -> None:
+    """Requests come, run, preempt and end while it is looked at between any two frames."""
+    stage = Stage(num_blocks=60)
+    async with show((200, 60), stage.batches, view="all") as shown:
+        differing = []
+        for n in range(60):
+            at = len(stage.batches)
+            if n % 2 == 0:
+                stage.submit(f"question {n}?", f"w{n % 7} " * (60 + n), answer="word " * (5 + n % 9))
+            for _ in range(steps):
+                stage.step()
+            shown.feed.queue += stage.batches[at:]
+            shown.wall += TICK + 1e-6
+            shown.app.tick()
+            await shown.pilot.pause()
+            same_figures(shown.text)
+            differing.append(shown.rows[0])
+        assert len(set(differing)) > 10, "the figures moved"
 
 
 async def test_after_the_last_batch_every_panel_shows_it_and_then_nothing_is_owed() -> None:
