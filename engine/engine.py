@@ -315,18 +315,18 @@ class Engine:
             self._ready.set()
 
     def _begin(self) -> EngineCore:
-        told = 0.0
+        last = 0.0
 
         def progress(done: int, total: int, what: str) -> None:
-            nonlocal told
+            nonlocal last
             if self._give_up_start:
                 raise _StartGivenUp
             self._log.cut(ModelLoading(done, total, what))
-            told = self.clock()
+            last = self.clock()
 
         model = self._model = self._build(self.config, progress)
         if model.clock is not None:
-            model.clock.start(told)
+            model.clock.start(last)
             self._clock = model.clock
         if model.sample is not None and self._device_interval > 0:
             self._sample_due = self.clock() + self._device_interval

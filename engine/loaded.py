@@ -1,4 +1,4 @@
-"""Built: a loaded model as the engine takes it over, whether weights or a simulation stand behind it."""
+"""Built: a loaded model as the engine takes it over, whether it computes with weights or simulates."""
 
 from __future__ import annotations
 

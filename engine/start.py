@@ -1,4 +1,4 @@
-"""From an EngineConfig to everything a running engine stands on: files, tokenizer, runner.
+"""From an EngineConfig to everything that a running engine needs: files, tokenizer, runner.
 
 Owns the order of a start and what `build` hands over; runs in the engine thread. Tests hand over a
 ToyRunner instead.

@@ -162,7 +162,7 @@ class Turns:
         self._add(prompt, [], refuse=reason)
 
     def _drop(self, prompt: Prompt) -> None:
-        """It was never queued, but whoever watches must learn that it came and went."""
+        """It was never queued, but readers of the events must learn that it came and ended."""
         self._add(prompt, [], refuse="aborted while an earlier turn of its conversation ran", ends="abort")
 
     def _add(

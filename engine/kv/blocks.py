@@ -155,7 +155,7 @@ class BlockPool:
 
     @property
     def num_cached(self) -> int:
-        """Hashed blocks that nobody references."""
+        """Hashed blocks that no table references."""
         return self._num_cached
 
     @property
@@ -357,7 +357,7 @@ class BlockPool:
         queue = list(self._queue)
         refs = {b: r for b, r in enumerate(self._ref) if r}
         assert held == refs, f"ref counts {refs} against table entries {dict(held)}"
-        assert NULL_BLOCK not in held, "the null block stands in a table"
+        assert NULL_BLOCK not in held, "the null block is in a table"
         assert len(queue) == len(self._queue) == len(set(queue)), "the queue's count is wrong"
         free = {b for b in range(1, self.num_blocks) if not self._ref[b]}
         assert set(queue) == free, f"queue {sorted(queue)} against ref 0 {sorted(free)}"

@@ -193,7 +193,7 @@ class Paging:
             seq.num_published = len(hits)
 
     def truncate(self, seq: Sequence, tokens: int) -> None:
-        """Give back the blocks beyond position `tokens`: of rejected drafts, which nobody published."""
+        """Give back the blocks beyond position `tokens`: of rejected drafts, which were never published."""
         self._release(seq, len(seq.table) - self._blocks(tokens))
 
     def release(self, seq: Sequence) -> None:

@@ -193,7 +193,7 @@ def packed(
 
     Each starts at a multiple of 16 bytes: a kernel is compiled once for such pointers and once for others.
 
-    pin: the buffer is page-locked, so that the copy runs beside the host; torch keeps it until it is done.
+    pin: the buffer is page-locked, so that the copy runs while the host goes on; torch keeps it until it is done.
     """
     starts = np.cumsum([0, *(a.nbytes + -a.nbytes % 16 for a in arrays)]).tolist()
     buffer = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=pin)

@@ -86,7 +86,7 @@ class DecodeGraphs:
         return graph.replay()[batch.logit_rows]
 
     def _bucket(self, rows: int) -> int:
-        """The least number of rows that a graph is made for and that holds so many; those beyond all of them
+        """The least number of rows that a graph is made for and that holds that many; those beyond all of them
         run without."""
         return self._buckets[min(bisect_left(self._buckets, rows), len(self._buckets) - 1)]
 

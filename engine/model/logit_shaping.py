@@ -175,7 +175,7 @@ class Logprobs:
 
     def look_up(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """ids [L]: the token drawn in each row. Of the A rows that asked: log probabilities [A, 1 + k] of that
-        token and of the k likeliest, and the ids of those [A, k]; on the device, where nobody waits for them."""
+        token and of the k likeliest, and the ids of those [A, k]; on the device; the host does not wait for them."""
         drawn = torch.stack([ids[i] for i in self._asked]).long().clamp(min=0)
         most = max(self._asked.values())
         top, top_ids = self._all.topk(min(most, self._all.shape[1]))

@@ -137,11 +137,11 @@ class TorchRunner:
         )
         self._cost = StepCost(model.config) if self.device == "cpu" else None
         self._shaper = Shaper()
-        beside = config.async_scheduling
-        self.ahead = int(self.device == "cuda" if beside is None else beside)
+        asked = config.async_scheduling
+        self.ahead = int(self.device == "cuda" if asked is None else asked)
         """See engine.runner.AsyncRunner. On a CPU the host is the device: nothing is won."""
         self._events: list[Event] = []
-        """What the next step that is collected tells."""
+        """Events for the output of the next step that is collected."""
         self._profiler: Profiler | None = None
         self._graphs: DecodeGraphs | None = None
         if self.device == "cuda" and ops.name == "triton" and isinstance(model, Decoder):
@@ -304,13 +304,13 @@ class TorchRunner:
             return self.model.forward(batch, self.cache)
 
     def step_budget(self, max_num_batched_tokens: int, context: int) -> int:
-        """Tokens for a step beside this context; on a CPU so many that it stays under half a second."""
+        """Tokens for a step with this longest context; on a CPU at most what takes half a second."""
         if self._cost is None:
             return max_num_batched_tokens
         return min(max_num_batched_tokens, self._cost.tokens_within(context))
 
     def warm_up(self) -> None:
-        """Two forwards over blocks that nobody owns yet: compiles, pages in, measures the step cost."""
+        """Two forwards over blocks that no sequence owns yet: compiles, pages in, measures the step cost."""
         n = min(64, self.max_model_len, self.cache_size.usable_tokens)
         row = _own_row([0] * n, range(1, -(-n // self.block_size) + 1), draws=(0,))
         for _ in range(2):
@@ -342,7 +342,7 @@ def clamp_model_len(asked: int | None, longest: int, cache: CacheSize) -> int:
 
 
 def _profile_gpu(model: Model, config: EngineConfig) -> int:
-    """Bytes left for KV beside weights and the activations of the largest step."""
+    """Bytes left for KV after weights and the activations of the largest step."""
     device = model.ops.device
     tokens = config.max_num_batched_tokens or 2048
     tokens = min(tokens, model.config.max_position_embeddings)

@@ -110,8 +110,8 @@ def _num_blocks(
     name: str,
     weights: str,
 ) -> int:
-    """Blocks beside the weights in gpu_memory_utilization of the memory; the rest is for activations, CUDA graphs
-    and libraries, as vLLM has it."""
+    """Blocks that fit with the weights into gpu_memory_utilization of the memory; the rest is for activations, CUDA
+    graphs and libraries, as in vLLM."""
     # with more GPUs than KV heads some hold the same blocks
     copies = machine.count / min(machine.count, shape.kv_heads)
     room = int(machine.memory * config.gpu_memory_utilization) - weights_bytes
@@ -126,7 +126,7 @@ def _num_blocks(
             f"{config.gpu_memory_utilization:g}; try --weights int4 or --on {2 * machine.count}x{machine.gpu.name}"
         )
     raise SetupError(
-        f"{asked:,} blocks are not possible on {machine.label}: 2 to {fits:,} fit beside {gb}; change --num-blocks "
+        f"{asked:,} blocks are not possible on {machine.label}: 2 to {fits:,} fit with {gb}; change --num-blocks "
         "or --kv-cache-memory"
     )
 

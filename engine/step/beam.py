@@ -77,7 +77,7 @@ class BeamSearch:
 
     def step(self, beams: Sequence[int], length: int) -> tuple[list[Move], list[int]]:
         """All of `beams`, each with `length` tokens of output, have offered. Returns the moves, beams that go on
-        first, and the hypotheses that better ones displace. Tell with `moved` what became of each move."""
+        first, and the hypotheses that better ones displace. Then call `moved` for each move."""
         found = (
             (score + p, -at, seq_id, token)
             for at, seq_id in enumerate(beams)

@@ -27,7 +27,6 @@ from engine.kv.hashing import salt_digest
 from engine.kv.paging import Paging
 from engine.params import SamplingParams
 from engine.step.admission import Admission
-from engine.step.beam import BeamSearch
 from engine.step.commit import Commit
 from engine.step.detok import Pieces, TokenBytes
 from engine.step.ending import Ending, Finish
@@ -36,7 +35,7 @@ from engine.step.generation import Generation
 from engine.step.hit_audit import Auditor
 from engine.step.runner import AsyncRunner, ModelRunner, Plan, StepOutput
 from engine.step.scheduler import Scheduler
-from engine.step.sequence import Request, Sequence, Status
+from engine.step.sequence import Request, Sequence
 from engine.step.speculate import PromptLookup
 
 
@@ -194,20 +193,12 @@ class EngineCore:
 
     def _give_branch(self, request: Request) -> str | None:
         """The prompt's own branch, which waits for its blocks. What is wrong, if it cannot be made."""
-        params = request.params
         branch = Sequence(next(self._seq_ids), request)
         try:
-            branch.detok = self._pieces.detokenizer(params.stop)
-            if params.beam_width > 1:
-                most = min(params.max_tokens, self.runner.max_model_len - request.prompt_tokens)
-                final = request.eos_token_ids | frozenset(params.stop_token_ids)
-                request.search = BeamSearch(
-                    params.beam_width, most, final, params.length_penalty, params.early_stopping
-                )
-                request.search.begin(branch.seq_id)
+            branch.detok = self._pieces.detokenizer(request.params.stop)
+            request.begin(branch, self.runner.max_model_len)
         except Exception as error:
             return one_line(error)
-        request.branches.append(branch)
         return None
 
     def abort(self, request_id: int) -> bool:
@@ -368,7 +359,6 @@ class EngineCore:
         decoded, prefilled, overrun = flight.num_tokens() if output else (0, 0, 0)
         output = output or StepOutput([])
         pool = self._pool
-        waiting = self.scheduler.waiting
         return StepCompleted(
             slow=self.slow or output.slowed,
             budget=flight.budget,
@@ -379,11 +369,7 @@ class EngineCore:
             t_forward=output.t_forward,
             t_sample=output.t_sample,
             t_gpu=output.t_gpu,
-            queues={
-                "running": len(self.scheduler.running),
-                "waiting": len(waiting),
-                "preempted": sum(r.status is Status.PREEMPTED for r in waiting),
-            },
+            queues=self.scheduler.queues,
             free=pool.num_available - pool.num_cached,
             active=pool.num_active,
             cached=pool.num_cached,

@@ -1,7 +1,7 @@
-"""Detokenizer: what of a branch's output may be shown, token by token. Pieces: the bytes of each token, told once.
+"""Detokenizer: what of a branch's output may be shown, token by token. Pieces: the bytes of each token, once.
 
 A Detokenizer owns the bytes that are not yet a whole character and the text that may still become a stop string;
-it shows neither. It joins the tokens' raw bytes instead of decoding ids anew, so every token costs O(its own
+it shows neither. It joins the tokens' raw bytes instead of decoding all ids again, so every token costs O(its own
 length) and text never changes once shown.
 """
 
@@ -74,7 +74,7 @@ class Detokenizer:
 
 class Pieces:
     """Emits the raw bytes of a token at its first use, so that no reader needs a tokenizer. token_bytes: None where
-    the source has no text; is_text: False for control tokens, whose bytes are told but never shown."""
+    the source has no text; is_text: False for control tokens, whose bytes are in the event but never in a text."""
 
     def __init__(
         self,

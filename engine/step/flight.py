@@ -44,7 +44,7 @@ class Flight:
     copies: list[tuple[Sequence, int, int]] = field(default_factory=list)
     """(writer, source, copy) in the order in which they must run."""
     published: dict[Sequence, Publication] = field(default_factory=dict)
-    """What nobody may read any more if the writer's row does not run."""
+    """What must be unpublished if the writer's row does not run."""
     touched: dict[Sequence, list[int]] = field(default_factory=dict)
     """Cached blocks that each sequence took for this step; some may be written only by this step."""
     hits: list[tuple[Sequence, list[int]]] = field(default_factory=list)
@@ -59,11 +59,6 @@ class Flight:
     """Why it could not be launched."""
     t_schedule: float = 0.0
     """Seconds that planning took."""
-
-    def add(self, seq: Sequence, row: Row) -> None:
-        """One more row."""
-        self.live[seq] = row
-        self.left -= row.n
 
     def drop(self, seq: Sequence) -> None:
         """The row of this sequence, if there is one, does not count any more."""
@@ -165,7 +160,8 @@ def row_of(
     seq.table_sent = len(table)
     if sent < 0:
         return Row(seq.seq_id, start, n, tokens, draws, len(drafts), top, 0, table[:], _new(seq))
-    return Row(seq.seq_id, start, n, tokens, draws, len(drafts), top, sent, table[sent:])
+    rest = table[sent:] if sent < len(table) else ()
+    return Row(seq.seq_id, start, n, tokens, draws, len(drafts), top, sent, rest)
 
 
 def _new(seq: Sequence) -> NewSequence:

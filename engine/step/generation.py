@@ -1,7 +1,7 @@
 """Generation: what sampled tokens make of sequences: text, ends, new branches, the moves of a beam search.
 
 Owns the stop checks and the one way in which a branch is born. Runs at the commit of a step, after its rows were
-executed and before the events that tell of them; emits SequenceForked. Invariant: whatever raises while a token
+executed and before the events that report them; emits SequenceForked. Invariant: whatever raises while a token
 becomes text leaves that token out and ends its request alone.
 """
 

@@ -43,7 +43,7 @@ class Row(msgspec.Struct, eq=False, gc=False):
     """Branch number of each token to sample; empty if none is. Several where samples of a prompt part, or one
     before each draft and one after the last."""
     drafts: int = 0
-    """So many of the last tokens are drafts, which are not the sequence's yet."""
+    """How many of the last tokens are drafts, which are not part of the sequence yet."""
     top: int = 0
     """Over 0 for a beam: nothing is drawn, the log probabilities of that many likeliest tokens are returned."""
     table_from: int = 0

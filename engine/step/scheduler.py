@@ -79,6 +79,12 @@ class Scheduler:
         return self.max_num_seqs - self.num_running_seqs
 
     @property
+    def queues(self) -> dict[str, int]:
+        """Requests that run and wait; preempted ones are a part of those that wait."""
+        preempted = sum(r.status is Status.PREEMPTED for r in self.waiting)
+        return {"running": len(self.running), "waiting": len(self.waiting), "preempted": preempted}
+
+    @property
     def queued_tokens(self) -> int:
         """Tokens of all requests that wait, each branch's own."""
         return sum(len(s) for r in self.waiting for s in r.live)
@@ -122,7 +128,7 @@ class Scheduler:
                     self._fail(request, error, flights)
         if not self._preempted_now and not self._short:
             self._admit_waiting(flights)
-        if flight.live:  # else it never reaches the runner, which must still hear of what is retired
+        if flight.live:  # else it never reaches the runner, which must still learn what is retired
             flight.seal(self._retired)
             self._retired = []
 
@@ -302,7 +308,8 @@ class Scheduler:
                 draws = tuple(range(request.params.n))
             self.paging.publish(seq, min(start + n, seq.num_known), flight)
         top = request.search.candidates if sample and request.search else 0
-        flight.add(seq, row_of(seq, start, n, draws, drafts, top))
+        flight.live[seq] = row_of(seq, start, n, draws, drafts, top)
+        flight.left -= n
 
     def _chunk(self, flight: Flight, want: int, decoding: bool) -> int:
         """Tokens of `want` that this step may take."""
@@ -384,7 +391,7 @@ class Scheduler:
             self._retired.append(seq.seq_id)
 
     def retire_again(self, seq_ids: list[int]) -> None:
-        """The runner did not hear of these: it could not launch their step."""
+        """The runner did not learn of these, since their step was not launched: put them into the next plan."""
         self._retired[:0] = seq_ids
 
 

@@ -66,7 +66,7 @@ class Sequence:
         """Leading table entries that are cache hits or already stored, and need not be published."""
         self.table_sent = -1
         """Leading table entries that rows have given to the runner and that have not changed since; -1 if the
-        runner must be told everything (again)."""
+        next row must bring the whole table."""
         self.detok: Detokenizer | None = None
         """Makes the text of this branch; None if the engine has no tokenizer."""
         self.finish_reason: str | None = None
@@ -118,6 +118,16 @@ class Request:
     finish_reason: str | None = None
     error: str | None = None
     """Why it fails; set as soon as that is known."""
+
+    def begin(self, branch: Sequence, max_model_len: int) -> None:
+        """`branch` is the prompt's own; a beam search starts from it."""
+        p = self.params
+        if p.beam_width > 1:
+            most = min(p.max_tokens, max_model_len - self.prompt_tokens)
+            final = self.eos_token_ids | frozenset(p.stop_token_ids)
+            self.search = BeamSearch(p.beam_width, most, final, p.length_penalty, p.early_stopping)
+            self.search.begin(branch.seq_id)
+        self.branches.append(branch)
 
     @property
     def live(self) -> list[Sequence]:

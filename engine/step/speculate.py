@@ -42,6 +42,6 @@ class PromptLookup:
         if not self.most or request.search is not None or request.params.shapes_logits:
             return ()
         output = len(seq) - request.prompt_tokens
-        # Beside the drafts there is always one token more, the sample after the last that is accepted.
+        # Besides the drafts there is always one more token: the sample after the last accepted one.
         most = min(self.most, room, request.params.max_tokens - output - 1, self._limit - len(seq) - 1)
         return propose(seq.tokens, most) if most > 0 else ()

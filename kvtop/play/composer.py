@@ -97,6 +97,8 @@ class Composer:
 
     def send(self, text: str) -> None:
         """A typed prompt: the next turn of the current conversation, or an example for an empty one."""
+        if self.engine.failure is not None:  # the screen says why; there is nobody to answer
+            return
         if not text:
             self._pending = min(self._pending + 1, len(self.examples) or 0)
             self.tick()
@@ -145,6 +147,8 @@ class Composer:
 
     def tick(self) -> None:
         """Send an example that was asked for, once the one before has finished."""
+        if self.engine.failure is not None:
+            self._pending = 0
         if self._pending and not self.busy and self.state.started is not None:
             self._pending -= 1
             self._send_example()

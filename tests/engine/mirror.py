@@ -9,7 +9,7 @@ from engine import events as ev
 
 
 class Mirror:
-    """Ref counts, hashes, tables and queue order as the event stream tells them."""
+    """Ref counts, hashes, tables and queue order as the event stream says."""
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.block_size = block_size
@@ -96,7 +96,9 @@ class Mirror:
         self.computed[e.seq_id] = e.cached_tokens
 
     def SequenceForked(self, e: ev.SequenceForked) -> None:
-        self.computed[e.child] = self.computed.get(e.parent, 0)  # told anew where they part within a step
+        self.computed[e.child] = self.computed.get(
+            e.parent, 0
+        )  # where samples part, TokensSampled says it again
 
     def compare(self, snap: ev.PoolSnapshot) -> None:
         refs = [0] * len(self.ref)
