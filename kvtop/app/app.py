@@ -24,11 +24,12 @@ from textual.binding import BindingType
 from textual.screen import Screen
 from textual.timer import Timer
 
-from kvtop.app import keys, signs
+from kvtop.app import keys
 from kvtop.app.capture import Captured
 from kvtop.app.screens.arrange import NARROW, SMALL_OPS_ROWS
 from kvtop.app.screens.help import HelpScreen
 from kvtop.app.screens.main import MainScreen
+from kvtop.app.signs import Mode, Signs, signs
 from kvtop.options import VIEWS, View
 from kvtop.paint import themes
 from kvtop.paint.motion import Motion
@@ -295,13 +296,25 @@ class KvtopApp(OrderedApp):
         main, state, now = self.main, self.state, self.now
         main.state = state
         main.map.touch(state.pool.take_dirty())
-        main.header.badges = signs.badges(self)
-        main.key_line.keys = signs.keys(self)
-        signs.tell_chat(self)
-        signs.tell_next(self)
+        self._say(signs(self.session, self._mode))
         self._owed = main.paint(state, now, wall, every)
         self._painted_at = wall
         self.frames += 1
+
+    @property
+    def _mode(self) -> Mode:
+        main = self.main
+        return Mode(main.typing, main.prompt.value, self.note, main.has_class("-tiny"), not self.is_headless)
+
+    def _say(self, said: Signs) -> None:
+        """Hand the signs to the widgets that this frame paints."""
+        main = self.main
+        main.header.badges, main.key_line.keys = said.badges, said.keys
+        main.chat.held, main.chat.topic, main.chat.invites = said.held, said.topic, said.invites
+        main.header.held = main.queues.held = len(said.held)
+        main.hint.says, main.hint.why, main.hint.warns = said.hint, said.why, said.warns
+        main.caption.says, main.caption.then = said.caption, said.then
+        main.set_class(said.judged, "-judged")
 
     # ------------------------------------------------------------------------------------ keys
 

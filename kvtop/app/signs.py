@@ -1,12 +1,13 @@
-"""Signs: what the badges, the key line and the hint say about the mode that the dashboard is in.
+"""Signs: what badges, key line, hint and caption say about the mode that the dashboard is in.
 
-Reads the application and writes only those three widgets. Invariant: a key is named only while pressing
-it does what the line says.
+Owns the words; it reads a session and a Mode and touches no widget, so equal sessions in equal modes give equal
+signs. Invariant: a key is named only while pressing it does what the line says.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvtop.options import VIEWS
@@ -15,7 +16,8 @@ from kvtop.widgets.bars.header import Badge
 from kvtop.widgets.bars.hint import Key
 
 if TYPE_CHECKING:
-    from kvtop.app.app import KvtopApp
+    from kvtop.play.composer import Held
+    from kvtop.play.session import Session
 
 _HELP = Key("F1", "help", "f1")
 _VIEW = Key("F2", "view " + "/".join(VIEWS), "f2")
@@ -23,60 +25,121 @@ _STEP = Key(".", "one step", "full_stop")
 _QUIT = Key("q", "quit", "q")
 
 
-def badges(app: KvtopApp) -> list[Badge]:
-    """From the rare to the mode itself, which always comes last."""
-    state, told = app.state, list[Badge]()
+@dataclass(frozen=True, slots=True)
+class Mode:
+    """What the screen knows and the session does not."""
+
+    typing: bool = False
+    """Letters go into the prompt."""
+    typed: str = ""
+    """What the prompt holds."""
+    note: str = ""
+    """What the last key did, while that is worth saying."""
+    tiny: bool = False
+    """There is room for one view only."""
+    on_terminal: bool = True
+    """Not a picture, which is of one moment anyway."""
+
+
+@dataclass(frozen=True, slots=True)
+class Signs:
+    """All that is said."""
+
+    badges: tuple[Badge, ...]
+    """From the rare to the mode itself, which comes last."""
+    keys: tuple[Key, ...]
+    """What works now, the most useful first: a narrow line drops the rest."""
+    hint: str
+    """The line under the prompt."""
+    why: str = ""
+    """The reason that follows it."""
+    warns: bool = False
+    held: tuple[Held, ...] = ()
+    """Prompts that were sent and have not arrived."""
+    topic: str | None = None
+    """What the prompt is about; None without a prompt."""
+    invites: tuple[str, ...] = ()
+    """What to do first, while the chat is empty."""
+    caption: str = ""
+    """A demo's text."""
+    then: str = ""
+    """What the reader of the caption may do."""
+    judged: bool = False
+    """The caption is the demo's verdict."""
+
+
+def signs(session: Session, mode: Mode) -> Signs:
+    """What to say now."""
+    hint, why, warns = _hint(session, mode)
+    caption, then, judged = _caption(session)
+    composer = session.composer
+    topic, invites = None, tuple[str, ...]()
+    if composer is not None:
+        page, own = safe_text(composer.attached), "type a question of your own."
+        topic = f"{page} attached" if page else "new conversation" if composer.anew else ""
+        first = "Enter sends the first of five examples;"
+        invites = (first, f"or {own}") if composer.examples else (own.capitalize(),)
+    elif session.play is not None:
+        invites = ("Enter begins the scene.",)
+    return Signs(
+        badges=tuple(_badges(session, mode)),
+        keys=tuple(key for key in _keys(session, mode) if not (mode.tiny and key is _VIEW)),
+        hint=hint,
+        why=why,
+        warns=warns,
+        held=() if composer is None else tuple(composer.held(session.shown)),
+        topic=topic,
+        invites=invites,
+        caption=caption,
+        then=then,
+        judged=judged,
+    )
+
+
+def _badges(session: Session, mode: Mode) -> list[Badge]:
+    state, found = session.shown, list[Badge]()
     if state.stream.losses:
-        told.append(Badge(f"LOST {state.stream.losses}", "error"))
-    if getattr(app.session.source, "problem", None):
-        told.append(Badge("TRUNCATED", "warning"))
-    if app.session.options.recording:
-        told.append(Badge("REC", "error"))
-    if app.session.slow:
-        told.append(Badge(f"SLOW {app.session.slow:g} s", "warning"))
-    if app.session.stepping:
-        told.append(Badge("STEP", "warning"))
-    # A picture is of one moment anyway.
-    if app.session.engine is None and not app.session.playing and not app.is_headless:
-        told.append(Badge("PAUSED", "warning"))
-    mode = _mode(app)
+        found.append(Badge(f"LOST {state.stream.losses}", "error"))
+    if getattr(session.source, "problem", None):
+        found.append(Badge("TRUNCATED", "warning"))
+    if session.options.recording:
+        found.append(Badge("REC", "error"))
+    if session.slow:
+        found.append(Badge(f"SLOW {session.slow:g} s", "warning"))
+    if session.stepping:
+        found.append(Badge("STEP", "warning"))
+    if session.engine is None and not session.playing and mode.on_terminal:
+        found.append(Badge("PAUSED", "warning"))
+    last = _mode_badge(session)
     if state.started is not None and state.started.source == "simulated":
         speed = state.started.knobs.get("speed") or 1
-        told.append(Badge("SIMULATED" + (f" ×{speed:g}" if speed != 1 else ""), "warning"))
-        if mode.text == "LIVE":
-            return told
-    told.append(mode)
-    return told
+        found.append(Badge("SIMULATED" + (f" ×{speed:g}" if speed != 1 else ""), "warning"))
+        if last.text == "LIVE":
+            return found
+    return [*found, last]
 
 
-def _mode(app: KvtopApp) -> Badge:
-    if any(e.fatal for e in app.state.engine.errors):
+def _mode_badge(session: Session) -> Badge:
+    state = session.shown
+    if any(e.fatal for e in state.engine.errors):
         return Badge("FAILED", "error")
-    if app.session.frozen:
+    if session.frozen:
         return Badge("FROZEN", "warning")
-    if app.session.engine is None:
-        return Badge(f"REPLAY {app.session.place}".rstrip(), "primary")
-    if app.state.started is None:
+    if session.engine is None:
+        return Badge(f"REPLAY {session.place}".rstrip(), "primary")
+    if state.started is None:
         return Badge("LOADING", "warning")
-    return Badge("DEMO" if app.session.play is not None else "LIVE", "success")
+    return Badge("DEMO" if session.play is not None else "LIVE", "success")
 
 
-def keys(app: KvtopApp) -> list[Key]:
-    """What works now, the most useful first: a narrow line drops the rest."""
-    found = _keys(app)
-    return found if app.main.has_room_for("ops") else [key for key in found if key is not _VIEW]
-
-
-def _keys(app: KvtopApp) -> list[Key]:
-    slow = Key(
-        "F3", "run on" if app.session.stepping else "full speed" if app.session.slow else "slow motion", "f3"
-    )
-    if app.session.play is not None:
-        go_on = [Key("Enter", "go on", "enter")] if app.session.play.waiting else []
+def _keys(session: Session, mode: Mode) -> list[Key]:
+    slow = Key("F3", "run on" if session.stepping else "full speed" if session.slow else "slow motion", "f3")
+    if session.play is not None:
+        go_on = [Key("Enter", "go on", "enter")] if session.play.waiting else []
         return [*go_on, _HELP, _VIEW, slow, _STEP, _QUIT]
-    if app.session.engine is None:
+    if session.engine is None:
         return [
-            Key("space", "pause" if app.session.playing else "play", "space"),
+            Key("space", "pause" if session.playing else "play", "space"),
             Key(", .", "step", "full_stop"),
             Key("[ ]", "1 s", "right_square_bracket"),
             Key("{ }", "10 s", "right_curly_bracket"),
@@ -85,7 +148,7 @@ def _keys(app: KvtopApp) -> list[Key]:
             _VIEW,
             _QUIT,
         ]
-    if app.main.typing:
+    if mode.typing:
         return [
             Key("Esc", "keys", "escape"),
             Key("Enter", "send", "enter"),
@@ -97,7 +160,7 @@ def _keys(app: KvtopApp) -> list[Key]:
         ]
     return [
         Key("i", "prompt", "i"),
-        Key("space", "go on" if app.session.frozen else "freeze", "space"),
+        Key("space", "go on" if session.frozen else "freeze", "space"),
         _STEP,
         slow,
         _HELP,
@@ -108,62 +171,41 @@ def _keys(app: KvtopApp) -> list[Key]:
     ]
 
 
+def _hint(session: Session, mode: Mode) -> tuple[str, str, bool]:
+    """(what to say, why, whether it warns)."""
+    fatal = next((e for e in session.shown.engine.errors if e.fatal), None)
+    if mode.note:
+        return mode.note, "", fatal is not None
+    if fatal is not None:
+        return safe_text(fatal.message), "ctrl+q quits", True
+    if session.stepping:
+        step = "Esc, then . runs one step" if mode.typing else ". runs one step"
+        return f"the engine stands still: {step}, F3 lets it run on", "", False
+    if session.frozen:
+        on = "Esc, then space catches up" if mode.typing else "space catches up"
+        return f"the display is frozen, the engine runs on; {on}", "", False
+    if session.composer is not None and mode.typing:
+        enter = session.composer.next_enter(mode.typed)
+        return enter.says, enter.why, False
+    return "key mode: letters act; i or Enter goes back to the prompt", "", False
+
+
+def _caption(session: Session) -> tuple[str, str, bool]:
+    """(a demo's text, what the reader may do, whether it is the verdict)."""
+    play = session.play
+    if play is None:
+        return "", "", False
+    if play.verdict is not None:
+        return checked(play.verdict), "q quits", True
+    return play.caption, "Enter goes on" if play.waiting else "", False
+
+
 def checked(verdict: Mapping[str, Any]) -> str:
-    """A demo's end: the sum, then what was checked and found, failures first."""
+    """A demo's end: how many checks passed, then what was checked and found, failures first."""
     checks = sorted(verdict["checks"], key=lambda c: bool(c["ok"]))
     passed = sum(bool(c["ok"]) for c in checks)
-    told = [
+    found = [
         f"✓ {c['name']}: {c['got']}" if c["ok"] else f"✗ {c['name']}: {c['got']}, not {c['want']}"
         for c in checks
     ]
-    return f"{passed} of {len(checks)} checks passed   " + " · ".join(told)
-
-
-def tell_chat(app: KvtopApp) -> None:
-    """What was sent and has not arrived, what the prompt is about, and what to do first."""
-    main, composer = app.main, app.session.composer
-    if composer is None:
-        main.chat.invites = ("Enter begins the scene.",) if app.session.play is not None else ()
-        return
-    held = composer.held(app.state)
-    main.chat.held, main.header.held, main.queues.held = held, len(held), len(held)
-    page = safe_text(composer.attached)
-    main.chat.topic = f"{page} attached" if page else "new conversation" if composer.anew else ""
-    own = "type a question of your own."
-    main.chat.invites = (
-        ("Enter sends the first of five examples;", f"or {own}") if composer.examples else (own.capitalize(),)
-    )
-
-
-def tell_next(app: KvtopApp) -> None:
-    """The hint under the prompt, and a demo's caption."""
-    hint, typing = app.main.hint, app.main.typing
-    fatal = next((e for e in app.state.engine.errors if e.fatal), None)
-    hint.warns = fatal is not None
-    if fatal is not None:
-        hint.says, hint.why = safe_text(fatal.message), "ctrl+q quits"
-    elif app.note:
-        hint.says, hint.why = app.note, ""
-    elif app.session.stepping:
-        step = "Esc, then . runs one step" if typing else ". runs one step"
-        hint.says, hint.why = f"the engine stands still: {step}, F3 lets it run on", ""
-    elif app.session.frozen:
-        on = "Esc, then space catches up" if typing else "space catches up"
-        hint.says, hint.why = f"the display is frozen, the engine runs on; {on}", ""
-    elif app.session.composer is not None and typing:
-        told = app.session.composer.next_enter(app.main.prompt.value)
-        hint.says, hint.why = told.says, told.why
-    else:
-        hint.says, hint.why = "key mode: letters act; i or Enter goes back to the prompt", ""
-    if app.session.play is not None:
-        caption = app.main.caption
-        verdict = app.session.play.verdict
-        caption.says = app.session.play.caption if verdict is None else checked(verdict)
-        app.main.caption_rows = 3 if verdict is None else 6
-        caption.then = (
-            "q quits"
-            if app.session.play.verdict is not None
-            else "Enter goes on"
-            if app.session.play.waiting
-            else ""
-        )
+    return f"{passed} of {len(checks)} checks passed   " + " · ".join(found)
