@@ -304,7 +304,9 @@ class KvtopApp(OrderedApp):
     @property
     def _mode(self) -> Mode:
         main = self.main
-        return Mode(main.typing, main.prompt.value, self.note, main.has_class("-tiny"), not self.is_headless)
+        return Mode(
+            main.typing, main.prompt.value, self.note, not main.has_room_for("ops"), not self.is_headless
+        )
 
     def _say(self, said: Signs) -> None:
         """Hand the signs to the widgets that this frame paints."""
@@ -314,7 +316,8 @@ class KvtopApp(OrderedApp):
         main.header.held = main.queues.held = len(said.held)
         main.hint.says, main.hint.why, main.hint.warns = said.hint, said.why, said.warns
         main.caption.says, main.caption.then = said.caption, said.then
-        main.set_class(said.judged, "-judged")
+        if self.session.play is not None:
+            main.caption_rows = 6 if said.judged else 3
 
     # ------------------------------------------------------------------------------------ keys
 
