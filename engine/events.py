@@ -149,6 +149,53 @@ class ModelLoading(Event, frozen=True):
     what: str
 
 
+Size = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+"""Bytes, or a seed."""
+
+
+class Knobs(msgspec.Struct, frozen=True, gc=False):
+    """How the engine is set: the fields of EngineConfig that EngineStarted has not itself, and what the start decided
+    beyond them. Defaults are those of an engine that was not told otherwise; a reader ignores keys it does not know."""
+
+    revision: str | None = None
+    quantization: str | None = None
+    ops: str = "auto"
+    """The kernels that were chosen."""
+    attention_backend: str = "auto"
+    threads: Count | None = None
+    allow_special_tokens: bool = False
+    kv_cache_memory: Size | None = None
+    kv_cache_dtype: str = "auto"
+    gpu_memory_utilization: Number = 0.9
+    enable_prefix_caching: bool = True
+    audit: Count = 0
+    max_num_batched_tokens: Count | None = None
+    max_num_seqs: Count = 64
+    speculate: Count = 0
+    async_scheduling: bool | None = None
+    enable_chunked_prefill: bool = True
+    long_prefill_token_threshold: Count = 0
+    long_prefill_token_threshold_adaptive: bool = False
+    scheduling_policy: str = "fcfs"
+    watermark: Number = 0.0
+    max_num_queued_requests: Count | None = None
+    max_num_queued_tokens: Count | None = None
+    seed: Size = 0
+    # ---- decided by the start
+    kv_cache: str | None = None
+    """How the KV memory adds up, in words."""
+    notice: str | None = None
+    """What a user should know about this model here."""
+    special_tokens: list[str] = []
+    """Their names, as a text would spell them."""
+    machine: str | None = None
+    """What is simulated."""
+    weights: str | None = None
+    """Format of the simulated weights."""
+    speed: Duration | None = None
+    """Simulated seconds a second; None: as fast as possible, or not simulated."""
+
+
 class EngineStarted(Event, frozen=True):
     """First event of a run but for ModelLoading. Pool events come only after it."""
 
@@ -169,8 +216,8 @@ class EngineStarted(Event, frozen=True):
     epoch: Seconds
     """Unix time at t = 0 of the batches."""
     max_model_len: Count
-    knobs: dict[str, Any]
-    """Every other setting of the engine, by its name."""
+    knobs: Knobs
+    """Every other setting of the engine."""
 
 
 class EngineStopped(Event, frozen=True):

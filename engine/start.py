@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import asdict, replace
 
 from engine.config import EngineConfig
-from engine.events import SCHEMA, EngineStarted
+from engine.events import SCHEMA, EngineStarted, Knobs
 from engine.files.model_files import Progress
 from engine.loaded import Built
 from engine.step.runner import ModelRunner
@@ -72,5 +72,5 @@ def started(config: EngineConfig, model: Built, seed: int, epoch: float, *, samp
         hash_seed=seed,
         epoch=epoch,
         max_model_len=runner.max_model_len,
-        knobs={k: v for k, v in asdict(config).items() if k not in own} | model.knobs,
+        knobs=Knobs(**{k: v for k, v in asdict(config).items() if k not in own} | model.knobs),
     )

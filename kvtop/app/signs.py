@@ -112,7 +112,7 @@ def _badges(session: Session, mode: Mode) -> list[Badge]:
         found.append(Badge("PAUSED", "warning"))
     last = _mode_badge(session)
     if state.started is not None and state.started.source == "simulated":
-        speed = state.started.knobs.get("speed") or 1
+        speed = state.started.knobs.speed or 1
         found.append(Badge("SIMULATED" + (f" ×{speed:g}" if speed != 1 else ""), "warning"))
         if last.text == "LIVE":
             return found

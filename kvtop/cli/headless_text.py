@@ -43,7 +43,7 @@ class Talk:
             elif type(e) is EngineStarted:
                 self.say(f"{e.model} on {e.device} in {e.dtype}")
                 self.say(f"KV: {kv_sum(e)}")
-                if notice := e.knobs.get("notice"):
+                if notice := e.knobs.notice:
                     self.say(f"{e.model} {notice}")
 
     def _progress(self, e: ModelLoading) -> None:
@@ -66,9 +66,8 @@ class Talk:
 
 def kv_sum(e: EngineStarted) -> str:
     """How the KV memory adds up, from the model's shape to tokens."""
-    sum_ = e.knobs.get("kv_cache")
-    if isinstance(sum_, str):
-        return sum_
+    if e.knobs.kv_cache is not None:
+        return e.knobs.kv_cache
     usable = e.num_blocks - 1
     return (
         f"{size(e.bytes_per_block / e.block_size)} a token, x {e.block_size} = {size(e.bytes_per_block)} a block, "

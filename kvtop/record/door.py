@@ -23,10 +23,6 @@ MOST_STEP_TOKENS = 1 << 20
 """Tokens that one step may sample."""
 MOST_PROMPT = 1 << 24
 """Tokens of a prompt, where only its spans say how long it is."""
-MOST_DEPTH = 8
-"""Levels of lists and objects in knobs."""
-LARGEST = 1 << 64
-"""Largest number in knobs, either way."""
 MOST_BRANCHES = 1024
 """Samples or beams of one request."""
 
@@ -79,7 +75,6 @@ class Door:
         _within("EngineStarted.block_size", e.block_size, 1, MOST_BLOCK_SIZE)
         if e.hash_seed is not None:
             _within("EngineStarted.hash_seed", e.hash_seed, 0, (1 << 64) - 1)
-        _plain("EngineStarted.knobs", e.knobs)
         if not self.num_blocks:  # a second one is a broken law, and changes no pool
             self.num_blocks, self.block_size = e.num_blocks, e.block_size
             self.num_tokens = e.num_blocks * e.block_size
@@ -231,16 +226,3 @@ def _columns(e: ev.Event, first: str, *others: str) -> None:
             raise Refused(
                 f"{type(e).__name__}.{name} has {len(getattr(e, name)):,} rows, {first} has {rows:,}"
             )
-
-
-def _plain(what: str, value: dict[str, Any] | list[Any], depth: int = 0) -> None:
-    """Numbers anywhere in knobs are finite and of a size that can be computed with."""
-    if depth > MOST_DEPTH:
-        raise Refused(f"{what} is nested too deeply")
-    for name, item in value.items() if isinstance(value, dict) else enumerate(value):
-        kind = type(item)
-        if kind is int or kind is float:
-            if not -LARGEST <= item <= LARGEST:
-                raise Refused(f"{what}.{str(name)[:40]} is a number that cannot be")
-        elif kind is list or kind is dict:
-            _plain(f"{what}.{str(name)[:40]}", item, depth + 1)

@@ -213,7 +213,7 @@ def test_a_stream_is_whole_from_loading_to_the_closing_snapshot(live: Callable[.
     (started,) = one.all(ev.EngineStarted)
     assert (started.source, started.model, started.num_blocks, started.block_size) == ("live", "toy", 65, 16)
     assert started.capabilities == ["blocks", "timings"] and started.hash_seed == 7
-    assert started.knobs["max_num_batched_tokens"] == 512 and "model" not in started.knobs
+    assert started.knobs.max_num_batched_tokens == 512
     for batch in one.batches:
         assert ev.decode_batch(ev.encode_batch(batch)) == batch
 

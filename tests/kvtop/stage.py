@@ -21,6 +21,7 @@ from engine.events import (
     EngineStarted,
     EngineStopped,
     Event,
+    Knobs,
     ModelLoading,
     PoolSnapshot,
     PrefixLookup,
@@ -104,11 +105,7 @@ class Stage:
                     hash_seed=SEED,
                     epoch=1.7e9,
                     max_model_len=8192,
-                    knobs={
-                        "max_num_batched_tokens": budget,
-                        "max_num_seqs": 64,
-                        "enable_prefix_caching": True,
-                    },
+                    knobs=Knobs(max_num_batched_tokens=budget),
                 )
             ]
         )

@@ -44,12 +44,12 @@ def started(runner: ToyRunner, config: EngineConfig, hash_seed: int) -> ev.Engin
         hash_seed=hash_seed,
         epoch=1.7e9,
         max_model_len=runner.max_model_len,
-        knobs={
-            "enable_prefix_caching": config.enable_prefix_caching,
-            "scheduling_policy": config.scheduling_policy,
-            "max_num_batched_tokens": config.max_num_batched_tokens,
-            "audit": config.audit,
-        },
+        knobs=ev.Knobs(
+            enable_prefix_caching=config.enable_prefix_caching,
+            scheduling_policy=config.scheduling_policy,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            audit=config.audit,
+        ),
     )
 
 

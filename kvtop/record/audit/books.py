@@ -86,7 +86,7 @@ class Books:
         seed = started.hash_seed
         need(seed is None or 0 <= seed < 1 << 64, f"hash_seed {seed} is out of range")
         self.root = xxh3_128_digest((seed or 0).to_bytes(8, "big"))
-        self.caching: bool = bool(started.knobs.get("enable_prefix_caching", True))
+        self.caching: bool = started.knobs.enable_prefix_caching
         self.has_text = "text" in started.capabilities
         self.branches: dict[int, Branch] = {}
         self.stored_now: set[int] = set()

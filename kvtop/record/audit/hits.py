@@ -26,8 +26,7 @@ class HitLaw(Law):
 
     def __init__(self, books: Books) -> None:
         super().__init__(books)
-        every = books.knobs.get("audit")
-        self._every = every if type(every) is int else 0
+        self._every = books.knobs.audit
         self._hits = 0
         self._due: list[_Due] = []
         self._read: dict[int, list[int]] = {}

@@ -153,8 +153,8 @@ class StepLaw(Law):
         need(tokens == ran, f"{tokens} tokens completed, {ran} ran")
         decoded = sum(n for i, start, n in rows if start >= self.books.branch(i).known)
         need(e.decode_tokens == decoded, f"{e.decode_tokens} tokens decoded, the rows say {decoded}")
-        most = self.books.knobs.get("max_num_batched_tokens")
-        need(type(most) is not int or e.budget <= most, f"a budget of {e.budget}, more than {most}")
+        most = self.books.knobs.max_num_batched_tokens
+        need(most is None or e.budget <= most, f"a budget of {e.budget}, more than {most}")
         need(
             0 <= e.overrun <= e.budget - tokens,
             f"{tokens} tokens and {e.overrun} of ended sequences in a budget of {e.budget}",

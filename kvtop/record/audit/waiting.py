@@ -18,7 +18,7 @@ class WaitingLaw(Law):
         self._queue: list[int] = []
         self._has_positions = False
         """Some event had one: this recording is not older than they are."""
-        self._sorted = books.knobs.get("scheduling_policy") == "priority"
+        self._sorted = books.knobs.scheduling_policy == "priority"
 
     @takes(ev.RequestQueued, ev.RequestPreempted)
     def enters(self, e: ev.RequestQueued | ev.RequestPreempted) -> None:

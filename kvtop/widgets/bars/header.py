@@ -78,7 +78,7 @@ class Header(Lines):
         if self.size.width < 120:
             model = model.removesuffix("-Instruct")
         kind = f" {safe_text(started.device)}·{_DTYPES.get(started.dtype, started.dtype)}"
-        if started.knobs.get("kv_cache_dtype") == "fp8":
+        if started.knobs.kv_cache_dtype == "fp8":
             kind += "·kv fp8"
         running, waiting, preempted = queue_counts(state, self.held)
         fields: list[tuple[int, list[Part]]] = [

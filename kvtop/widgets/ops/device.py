@@ -85,7 +85,7 @@ class DevicePanel(Panel):
     def _runs_on(self, state: DashboardState) -> Part:
         started = state.started
         assert started is not None
-        through = " · transformers" if started.knobs.get("ops") == "transformers" else ""
+        through = " · transformers" if started.knobs.ops == "transformers" else ""
         return f"{safe_text(started.device)} · {safe_text(started.dtype)}{through}", self.ink("text")
 
     def _line(self, name: str, value: str, width: int, part: float | None, tells: bool) -> Row:

@@ -52,7 +52,7 @@ class PrefixCachePanel(Panel):
         """Figures above, the graph in what is left."""
         hit = self.ink("graph-hit")
         assert state.started is not None
-        if not state.started.knobs.get("enable_prefix_caching", True):
+        if not state.started.knobs.enable_prefix_caching:
             return [self.say("prefix caching is off")]
         if state.cache.lookups:
             share = percent(state.cache.hit_tokens, state.cache.query_tokens)

@@ -352,7 +352,7 @@ def test_any_model_on_any_gpu(
     assert e.model == model
     assert per_token is None or e.bytes_per_block == 16 * per_token
     assert e.num_blocks > 100
-    assert e.knobs["weights"] == e.dtype
+    assert e.knobs.weights == e.dtype
 
 
 def test_with_more_gpus_than_heads_some_hold_the_same() -> None:

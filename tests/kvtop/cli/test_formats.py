@@ -47,7 +47,8 @@ async def test_the_header_tells_an_fp8_cache() -> None:
     for batch in batches:
         for i, e in enumerate(batch.events):
             if isinstance(e, EngineStarted):
-                batch.events[i] = msgspec.structs.replace(e, knobs={**e.knobs, "kv_cache_dtype": "fp8"})
+                knobs = msgspec.structs.replace(e.knobs, kv_cache_dtype="fp8")
+                batch.events[i] = msgspec.structs.replace(e, knobs=knobs)
     async with show((120, 40), batches) as shown:
         await shown.settle()
         assert "bf16·kv fp8" in shown.rows[0]

@@ -234,7 +234,7 @@ async def test_the_screen_says_simulated(tmp_path: Path, speed: float | None, ba
     answer(Job(as_json=True, once=True, record=path, load=small, simulation=replace(H100, speed=None)))
     batches = list(read(path))
     started = batches[0].events[0]
-    batches[0].events[0] = replace_struct(started, knobs={**started.knobs, "speed": speed})
+    batches[0].events[0] = replace_struct(started, knobs=replace_struct(started.knobs, speed=speed))
     for width in (60, 100):
         async with show((width, 30), batches) as shown:
             await shown.settle()

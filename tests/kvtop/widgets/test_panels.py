@@ -19,6 +19,7 @@ from engine.events import (
     AdmissionBlocked,
     DeviceSample,
     EngineError,
+    Knobs,
     RequestPreempted,
     RequestQueued,
     StepBatch,
@@ -325,7 +326,7 @@ async def test_no_lookup_yet_is_not_zero_percent() -> None:
 async def test_a_cache_that_is_off_says_so() -> None:
     state = played(scene())
     assert state.started is not None
-    state.engine.started = msgspec.structs.replace(state.started, knobs={"enable_prefix_caching": False})
+    state.engine.started = msgspec.structs.replace(state.started, knobs=Knobs(enable_prefix_caching=False))
     async with shown(PrefixCachePanel(), state) as lines:
         assert lines[0].strip() == "prefix caching is off"
 
