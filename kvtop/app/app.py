@@ -1,9 +1,8 @@
 """KvtopApp: the dashboard over a session, on a terminal.
 
 Owns the one clock that drains, applies and paints (nothing else paints), the theme and the way out; what the
-keys do to engine or recording is the session's. Invariants: the engine's thread never touches Textual; a
-frame is painted only when something changed; whatever happens, the terminal is restored before a word is
-said on stderr.
+keys do to the engine or the recording is in the session. Invariants: the engine's thread never touches Textual; a
+frame is painted only when something changed; the terminal is restored before anything is written to stderr.
 """
 
 from __future__ import annotations

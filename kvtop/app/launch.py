@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from kvtop.options import Options
 
 SWITCH_INTERVAL = 5e-4
-"""Seconds a frame may hold the interpreter while the engine's thread wants it."""
+"""Seconds for which a frame may keep the interpreter while the engine's thread waits for it."""
 
 
 def run_live(engine: Engine, options: Options) -> int:
@@ -45,7 +45,7 @@ def run_replay(source: Source, options: Options) -> int:
 
 
 def _run(session: Session) -> int:
-    themes.find(session.options.theme or themes.DEFAULT)  # told before the terminal changes hands
+    themes.find(session.options.theme or themes.DEFAULT)  # an error is said before the terminal is taken
     for name in ("COLUMNS", "LINES"):  # exported by some shells, they would hide the terminal's own size
         os.environ.pop(name, None)
     interval = sys.getswitchinterval()

@@ -1,9 +1,9 @@
-"""Asking: what the prompt sends, in which conversation, and what the next Enter will do.
+"""Composer: what the prompt sends, in which conversation, and what the next Enter will do.
 
 Owns the current conversation and the place among the five examples. Typed prompts continue the latest typed
 conversation, or an example's page while that is the one attached; an example starts a conversation for each
 of its prompts. Invariants: an example is sent only after the one before it has finished, so each shows what
-it is there to show however fast Enter is pressed; what the hint claims is true of the state.
+it is meant to show, however fast Enter is pressed; what the hint says is true of the state.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Help: what the keys do, how to read the map, and what each figure means.
 
 F1 opens it; with a panel focused that panel's own figures come first. Owns no definition: a widget's
-FIGURES (or kvtop.screens.figures) hold its own, the bindings hold the keys. Invariant: what is told is read
-from the widgets and bindings of the screen below, so that it cannot go stale.
+FIGURES (or kvtop.app.screens.figures) hold its own, the bindings hold the keys. Invariant: the text is read from
+the widgets and bindings of the screen below, so it is never out of date.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ if TYPE_CHECKING:
     from kvtop.state.dashboard import DashboardState
 
 MAP: tuple[tuple[str, str, str], ...] = (
-    ("free", "·", "free: holds nothing that could be found again; handed out first"),
-    ("filling", "▁▃▅", "filling: one request writes here; the height is the slots written so far"),
+    ("free", "·", "free: it holds nothing that a later prompt could use; it is given out first"),
+    ("filling", "▁▃▅", "filling: one request writes here; the height shows how many slots are written"),
     ("active", "█", "active: full, and one request refers to it"),
-    ("shared", "2..9", "shared: so many requests or branches refer to the same physical block"),
+    ("shared", "2..9", "shared: this number of requests or branches refer to the same physical block"),
     ("hit", "◆", "hit: a running request read it from the cache instead of computing it"),
-    ("cached", "▒", "cached: nobody refers to it, but its content can still be found by its hash"),
+    ("cached", "▒", "cached: no request refers to it, but its content can still be found by its hash"),
     ("evicted", "×", "evicted: its content was just thrown out, because its memory was needed"),
 )
 """(palette entry, glyph, meaning), in the order of a block's life."""
@@ -53,19 +53,22 @@ STORY = (
 
 
 WORDS: tuple[Definition, ...] = (
-    ("null block", "Block 0. It stands for nothing and is never handed out: of 546 blocks 545 can be used."),
+    ("null block", "Block 0. It holds nothing and is never given out: 545 of 546 blocks can be used."),
     (
         "look-up",
         "A new prompt's search for its full blocks in the prefix cache, from the left to the first miss.",
     ),
     ("template", "What the model's chat template puts around the turns; the same tokens in every prompt."),
-    ("history", "Earlier turns of the same conversation, which stand in front of each new one."),
+    ("history", "Earlier turns of the same conversation, which come before each new one."),
     ("chunk", "The part of a prompt that one step computes; long prompts take several (chunked prefill)."),
     ("decode, prefill", "Generating, one token a step; computing the prompt before that."),
-    ("preempted", "Lost its blocks to others for want of memory; it computes them again later."),
+    (
+        "preempted",
+        "The request lost its blocks because others needed the memory; it computes them again later.",
+    ),
     (
         "salt",
-        "A word that goes into the hash of a prompt's first block: only prompts with the same one share blocks.",
+        "A word in the hash of a prompt's first block: only prompts with the same salt share blocks.",
     ),
     ("cut at n tokens", "The answer reached max_tokens or the end of the context, not an end of its own."),
 )
