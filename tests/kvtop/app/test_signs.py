@@ -30,7 +30,7 @@ def test_equal_sessions_in_equal_modes_say_the_same() -> None:
 def test_a_replay_names_its_keys_and_its_place() -> None:
     said = signs(replay(recording="a.jsonl"), Mode())
     assert [badge.text for badge in said.badges] == ["REC", "PAUSED", "REPLAY"]
-    assert [key.press for key in said.keys][0] == "space" and said.keys[-1].press == "q"
+    assert said.keys[0].press == "space" and said.keys[-1].press == "q"
     assert said.hint.startswith("key mode") and not said.warns and not said.held and said.topic is None
 
 
