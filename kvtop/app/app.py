@@ -88,6 +88,7 @@ class KvtopApp(OrderedApp):
         self._moved_at = self._stirred_at = self._painted_at = float("-inf")
         self._stirs = 0
         self._standing = self._is_up = self._owed = False
+        self._said_recording_failed = False
         self._waking = False
         self._clock: Timer | None = None
         self._fast: Timer | None = None
@@ -229,12 +230,22 @@ class KvtopApp(OrderedApp):
             self._watch()
         elif session.failure is not None:
             self._watch()
+        if session.recording_failed is not None and not self._said_recording_failed:
+            self._say_recording_failed(session.recording_failed)
         self.motion.update(self.state, wall)
         self._set_pace()
         if self.main.logs and self.captured is not None and self.captured.poll():
             self.main.log_panel.stale = True
         if self.draws_at_once and self._is_due(wall):
             self._frame(wall, every=False)
+
+    def _say_recording_failed(self, why: str) -> None:
+        """A toast now, the badge and a line of the log from now on."""
+        self._said_recording_failed = True
+        self.notify(safe_text(why), title="Recording", severity="error", timeout=15, markup=False)
+        if self.captured is not None:
+            self.captured.add(why)
+        self.main.log_panel.stale = self.main.header.stale = True
 
     def _is_due(self, wall: float) -> bool:
         """Something on the screen may differ from the last frame."""

@@ -21,19 +21,22 @@ from kvtop.text import cut, safe_text
 if TYPE_CHECKING:
     from engine import Engine
     from kvtop.options import Options
+    from kvtop.record.recorder import Recorder
 
 SWITCH_INTERVAL = 5e-4
 """Seconds for which a frame may keep the interpreter while the engine's thread waits for it."""
 
 
-def run_live(engine: Engine, options: Options) -> int:
+def run_live(engine: Engine, options: Options, recorder: Recorder | None = None) -> int:
     """The dashboard over `engine`, which is started here after the first frame and stopped at the end.
 
     Returns the exit code: 0, 1 after a crash or a failed demo, 2 when the engine could not start (one
     line on stderr), 130 after ctrl+c. Raises SetupError for a theme that cannot be used.
     """
     try:
-        return _run(Session(LiveSource(engine), options, engine))
+        session = Session(LiveSource(engine), options, engine)
+        session.recorder = recorder
+        return _run(session)
     finally:
         # A model that is still being read cannot be interrupted, and its thread dies with the process.
         engine.stop(10.0 if engine.is_ready else 0.2)

@@ -102,7 +102,9 @@ def _badges(session: Session, mode: Mode) -> list[Badge]:
         found.append(Badge(f"LOST {state.stream.losses}", "error"))
     if getattr(session.source, "problem", None):
         found.append(Badge("TRUNCATED", "warning"))
-    if session.options.recording:
+    if session.recording_failed is not None:
+        found.append(Badge("REC FAILED", "error"))
+    elif session.options.recording:
         found.append(Badge("REC", "error"))
     if session.slow:
         found.append(Badge(f"SLOW {session.slow:g} s", "warning"))

@@ -67,7 +67,7 @@ def dashboard(
     recorder = Recorder(recording.record, recording.redact, request_snapshot=engine.request_snapshot)
     engine.subscribe(recorder)
     try:
-        code = run_live(engine, options)
+        code = run_live(engine, options, recorder)
     finally:
         engine.stop()
         recorder.close()

@@ -17,6 +17,7 @@ from kvtop.state.dashboard import DashboardState
 if TYPE_CHECKING:
     from engine import Engine
     from kvtop.options import Options
+    from kvtop.record.recorder import Recorder
     from kvtop.sources import Source
 
 SLOW = 0.25
@@ -37,6 +38,8 @@ class Session:
         self.stepping = False
         """The engine stands still between single steps."""
         self.slow = options.slow
+        self.recorder: Recorder | None = None
+        """Writes what happens to a file."""
         self.problem: str | None = None
         """Why there are no examples."""
         self._still: DashboardState | None = None
@@ -132,6 +135,11 @@ class Session:
         if self.engine is None or self.engine.failure is None or self.state.started is not None:
             return None
         return str(self.engine.failure)
+
+    @property
+    def recording_failed(self) -> str | None:
+        """Why the recording ended early, one line."""
+        return None if self.recorder is None else self.recorder.failed
 
     @property
     def exit_code(self) -> int:

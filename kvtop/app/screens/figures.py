@@ -37,6 +37,7 @@ FIGURES: dict[type[Widget], tuple[str, tuple[Definition, ...]]] = {
                 "SIMULATED",
                 "No model computes: text is made up, times follow a cost model (×: faster than time).",
             ),
+            ("REC", "A recording is being written. REC FAILED: it ended early; the log (F4) has the reason."),
             ("LOST", "Batches that did not reach the screen; the next snapshot sets it right."),
         ),
     ),

@@ -323,7 +323,7 @@ class Lines(Widget):
         last = strip.cell_length if end == -1 else cell_len(text[:end])
         if last <= first:
             return strip
-        style = self.screen.get_component_rich_style("screen--selection")
+        style = self.palette.on("select")  # Textual's own may have no foreground
         left, middle, right = strip.crop(0, first), strip.crop(first, last), strip.crop(last)
         # The selection's own colours must win over those of the segments below.
         chosen = [Segment(s.text, (s.style or self.base) + style) for s in middle]

@@ -16,6 +16,7 @@ from rich.style import Style
 from textual import events
 from textual.binding import Binding, BindingType
 from textual.message import Message
+from textual.selection import Selection
 
 from kvtop.text import cut, safe_text
 from kvtop.units import count
@@ -279,6 +280,26 @@ class Chat(Lines):
         return parts
 
     # ------------------------------------------------------------------- pointing and scrolling
+
+    def get_selection(self, selection: Selection) -> tuple[str, str] | None:
+        """The selected text itself: without numbers, gutter and indent, and with line breaks only where it has some."""
+        parts: list[str] = []
+        before: Line | None = None
+        for y, (_, line) in enumerate(self._view):
+            span = selection.get_span(y)
+            if span is None:
+                continue
+            first, last = span
+            text = "".join(part for part, _ in (self._told(line, []) if line.passage else line.parts))
+            lead = sum(len(part) for part, _ in line.lead)
+            chosen = text[max(0, first - lead) : len(text) if last == -1 else max(0, last - lead)]
+            if before is not None:
+                same = line.passage is not None and line.passage is before.passage
+                parts.append(line.passage.text[before.end : line.start] if same and line.passage else "\n")
+            parts.append(chosen)
+            before = line
+        copied = "".join(parts)
+        return (copied, "\n") if copied.strip() else None
 
     def _under(self, x: int, y: int) -> tuple[int, range] | None:
         if not 0 <= y < len(self._view):

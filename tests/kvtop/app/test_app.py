@@ -7,7 +7,8 @@ import asyncio
 import msgspec
 import pytest
 from textual import events
-from textual.geometry import Region
+from textual.geometry import Offset, Region
+from textual.selection import Selection
 
 from engine.events import BlocksCopied, BlocksEvicted, EngineError, EngineStarted, StepBatch
 from kvtop.app.screens.main import Box
@@ -500,3 +501,17 @@ async def test_what_a_source_cannot_know_is_said() -> None:
     batches[start] = msgspec.structs.replace(batch, events=[poor])
     async with show((100, 30), batches) as shown:
         assert shown.app.main.map.lines[0].strip() == "not in this source"
+
+
+async def test_what_is_copied_from_the_chat_is_the_text_itself() -> None:
+    stage = Stage()
+    answer = " ".join(f"word{i}" for i in range(40))
+    stage.submit("why?", "w " * 20, answer=answer)
+    stage.run()
+    async with show((100, 30), stage.batches) as shown:
+        chat = shown.app.main.chat
+        rows = [y for y, line in enumerate(chat.lines) if "word" in line]
+        assert len(rows) > 2 and all(chat.lines[y].startswith("   word") for y in rows)
+        selection = Selection(Offset(0, rows[0]), Offset(len(chat.lines[rows[-1]]), rows[-1]))
+        assert chat.get_selection(selection) == (" ".join(chat.lines[y].strip() for y in rows), "\n")
+        assert chat.get_selection(Selection(Offset(3, rows[0]), Offset(8, rows[0]))) == ("word0", "\n")

@@ -8,6 +8,8 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -527,3 +529,22 @@ async def test_a_demo_plays_with_captions(name: str) -> None:
             assert app.return_code == (0 if app.session.play.verdict["ok"] else 1)
         finally:
             await asyncio.to_thread(shown.engine.stop)
+
+
+async def test_a_recording_that_ends_early_is_said_in_badge_toast_and_log() -> None:
+    why = "recording stopped early: a.jsonl: No space left on device"
+    async with live(size=(120, 40)) as shown:
+        app = shown.app
+        app.session.options = replace(app.session.options, recording="a.jsonl")
+        app.session.recorder = SimpleNamespace(failed=None)
+        lines: list[str] = []
+        toasts: list[str] = []
+        app.notify = lambda text, **_: toasts.append(text)
+        app.captured = SimpleNamespace(add=lines.append, poll=lambda: False)
+        app.paint()
+        assert " REC " in app.main.header.lines[0]
+        app.session.recorder.failed = why
+        app.tick()
+        app.tick()
+        assert "REC FAILED" in app.main.header.lines[0] and lines == [why]
+        assert toasts == [why]

@@ -266,3 +266,15 @@ async def test_live_switch_through_every_theme() -> None:
             await pilot.pause()  # the stylesheet is refreshed one turn later
             active = themes.palette(app.current_theme).colour("active")
             assert app.query_one(Static).styles.color == active, name
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: p.stem)
+def test_selected_text_can_be_read(path: Path) -> None:
+    found = themes.palette(themes.load(path))
+    style = found.on("select")
+    if found.native:
+        assert style.reverse, "the terminal's own colours, exchanged"
+    else:
+        ink, area = (Color.from_rich_color(c) for c in (style.color, style.bgcolor))
+        assert contrast(ink, area) >= 4.5
+        assert contrast(area, found.colour("background")) >= 2, "and the selection stands out"
