@@ -108,7 +108,6 @@ def picture(
 class _Nothing:
     """A source whose batches were applied already; `place` is what the badge says."""
 
-    live = False
     paused = True
 
     def __init__(self, place: str) -> None:

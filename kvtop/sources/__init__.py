@@ -19,9 +19,7 @@ __all__ = ["LiveSource", "RecordingSource", "Source"]
 
 
 class Source(Protocol):
-    """live: batches come as an engine makes them, and cannot be sought in."""
-
-    live: bool
+    """What a dashboard needs; a recording can do more."""
 
     def attach(self, state: DashboardState) -> None:
         """`state` is what the drained batches are applied to, all of them, in order."""

@@ -23,8 +23,6 @@ CAPACITY = 20_000
 class LiveSource:
     """Subscribes at once, so make it before `engine.start()`."""
 
-    live = True
-
     def __init__(self, engine: Engine, capacity: int = CAPACITY) -> None:
         self._engine = engine
         self._queue: deque[StepBatch] = deque(maxlen=capacity)

@@ -50,8 +50,6 @@ class RecordingSource:
     problem: None, or why the recording ends early (it is played up to there).
     """
 
-    live = False
-
     def __init__(self, path: str | Path, *, wall: Callable[[], float] = time.monotonic) -> None:
         """Reads the index. Raises RecordingError if it is no recording or holds no batch."""
         self.path = Path(path).expanduser()

@@ -18,7 +18,6 @@ SIZES = ((1, 1), (20, 5), (50, 15), (80, 24), (100, 30), (120, 40), (200, 60))
 class Feed:
     """A source: what is put into `queue` is drained at the next tick."""
 
-    live = False
     paused = True
     place = ""
 
