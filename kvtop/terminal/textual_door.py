@@ -15,6 +15,7 @@ import termios
 from collections import deque
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rich.cells import cell_len
@@ -396,7 +397,7 @@ class Palette(CommandPalette):
 
     def run_worker(self, work: Any, *args: Any, **given: Any) -> Any:
         """A search, which may go on for a moment after the palette or the application has closed."""
-        return super().run_worker(self._while_open(work), *args, **given)
+        return super().run_worker(partial(self._while_open, work), *args, **given)
 
     async def _while_open(self, work: Any) -> None:
         try:
