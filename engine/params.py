@@ -34,21 +34,21 @@ class SamplingParams:
     n: Annotated[int, Knob("Samples of each prompt, which share its blocks.", "sampling", ge=1, le=1024)] = 1
     beam_width: Annotated[int, Knob("Beams; over 1 the answer is the best hypothesis of a beam search.", "sampling", ge=1, le=256, short=("--beam",))] = 1
     length_penalty: Annotated[float, Knob("Of beam search: over 1 favours long answers, under 1 short ones.", "sampling", ge=-10, le=10)] = 1.0
-    early_stopping: Annotated[EarlyStopping, Knob("Beam search ends: yes with the first hypotheses, no or never when none can get better.", "sampling")] = "no"
-    temperature: Annotated[float | None, Knob("0 is greedy; without, the model's own.", "sampling", ge=0, le=100)] = None
-    top_k: Annotated[int | None, Knob("Keep the k most likely tokens; 0 keeps all. Without, the model's own.", "sampling", ge=0, le=2**63 - 1, says="0 (all) or more, and under 2**63")] = None
-    top_p: Annotated[float | None, Knob("Keep the smallest set of tokens whose probability reaches p. Without, the model's own.", "sampling", gt=0, le=1)] = None
-    min_p: Annotated[float | None, Knob("Drop tokens less likely than this part of the most likely one. Without, the model's own.", "sampling", ge=0, lt=1)] = None
-    seed: Annotated[int | None, Knob("Of this request; without, made from the engine's seed and the request's number.", "sampling", _JSONL, ge=0, le=2**63 - 1)] = None
+    early_stopping: Annotated[EarlyStopping, Knob("When a beam search ends. yes: with the first complete hypotheses. no, never: when no hypothesis can get better.", "sampling")] = "no"
+    temperature: Annotated[float | None, Knob("0 is greedy. Default: the model's own.", "sampling", ge=0, le=100)] = None
+    top_k: Annotated[int | None, Knob("Keep the k most likely tokens; 0 keeps all. Default: the model's own.", "sampling", ge=0, le=2**63 - 1, says="0 (all) or more, and under 2**63")] = None
+    top_p: Annotated[float | None, Knob("Keep the smallest set of tokens whose probability reaches p. Default: the model's own.", "sampling", gt=0, le=1)] = None
+    min_p: Annotated[float | None, Knob("Drop tokens less likely than this part of the most likely one. Default: the model's own.", "sampling", ge=0, lt=1)] = None
+    seed: Annotated[int | None, Knob("Seed of this request. Default: made from the engine's seed and the request's number.", "sampling", _JSONL, ge=0, le=2**63 - 1)] = None
     stop: Annotated[tuple[str, ...], Knob("Text that ends an answer and is no part of it; may be given several times.", "sampling", metavar="TEXT", example="END")] = ()
     stop_token_ids: Annotated[tuple[int, ...], Knob("Token id that ends an answer, besides the model's own; may be given several times.", "sampling", ge=0, le=2**31 - 1, says="0 or more, and under 2**31", example=2)] = ()
     ignore_eos: Annotated[bool, Knob("Go on after an end token (for measurements).", "sampling")] = False
     min_tokens: Annotated[int, Knob("An answer has at least this many tokens.", "sampling", ge=0, le=2**31 - 1, says="0 or more")] = 0
-    repetition_penalty: Annotated[float | None, Knob("Over 1: tokens of the prompt and the answer become less likely. Without, the model's own.", "sampling", gt=0, le=10)] = None
+    repetition_penalty: Annotated[float | None, Knob("Over 1: tokens of the prompt and the answer become less likely. Default: the model's own.", "sampling", gt=0, le=10)] = None
     presence_penalty: Annotated[float, Knob("Taken off the logit of each token that is in the answer.", "sampling", ge=-2, le=2)] = 0.0
     frequency_penalty: Annotated[float, Knob("Taken off the logit of a token for each time that it is in the answer.", "sampling", ge=-2, le=2)] = 0.0
     logit_bias: Annotated[tuple[tuple[int, float], ...], Knob("Token ids, and what is added to the logit of each, from -100 to 100.", "sampling", _JSONL, says="a list of pairs of a token id and a number")] = ()
-    bad_words: Annotated[tuple[str, ...], Knob("Text that must not come up, with or without a space before it; may be given several times.", "sampling", metavar="TEXT", most=100, example="sorry")] = ()
+    bad_words: Annotated[tuple[str, ...], Knob("Text that must not appear in the answer, with or without a space before it; may be given several times.", "sampling", metavar="TEXT", most=100, example="sorry")] = ()
     bad_word_ids: Annotated[tuple[tuple[int, ...], ...], Knob("The same as lists of token ids.", "sampling", _JSONL, says="a list of lists of token ids")] = ()
     logprobs: Annotated[int | None, Knob("With --json: the log probability of each token, and of the k most likely ones. The model's own, before bias, penalties and filters.", "sampling", ge=0, le=MOST_LOGPROBS)] = None
     # fmt: on

@@ -27,9 +27,9 @@ class Options:
     """None is a default that the start finds out. Raises KnobError on a value out of range."""
 
     # fmt: off
-    theme: Annotated[str | None, Knob("Name of a theme, or a .toml file; without, kvtop-dark, or ansi under NO_COLOR.", "display", _PICTURES, example="kvtop-light")] = None
-    view: Annotated[View | None, Knob("What to show first; without, chat, or all on a large terminal.", "display", _PICTURES)] = None
-    fps: Annotated[float | None, Knob("Frames a second; without, 10 on a CPU engine and 30 on a GPU.", "display", _SCREENS, ge=0.5, le=120)] = None
+    theme: Annotated[str | None, Knob("Name of a theme, or a .toml file. Default: kvtop-dark, or ansi under NO_COLOR.", "display", _PICTURES, example="kvtop-light")] = None
+    view: Annotated[View | None, Knob("What to show first. Default: chat, or all on a large terminal.", "display", _PICTURES)] = None
+    fps: Annotated[float | None, Knob("Frames a second. Default: 10 on a CPU engine, 30 on a GPU.", "display", _SCREENS, ge=0.5, le=120)] = None
     motion: Annotated[bool, Knob("Sweeps and flashes.", "display", _PICTURES)] = True
     slow: Annotated[float, Knob("Slow motion: seconds between two steps.", "display", ("run", "demo"), ge=0, le=60)] = 0.0
     # fmt: on

@@ -15,10 +15,11 @@ from kvtop.cli.options import default, grouped, metavar
 _HEAD = """# Options
 
 Every option is a flag, a variable and a key of the config file under the same name: `--num-blocks 64`,
-`KVTOP_NUM_BLOCKS=64`, `num_blocks = 64`. A flag goes over the variable, the variable over the file, the file
-over the default. A switch has its opposite, like `--no-motion`; in the file it is `true` or `false`. An option
-that may be given several times is a list in the file, and one value as a variable. `kvtop config show` prints
-what is set and where, `kvtop config path` where the file lies, `kvtop config default` a file with every key.
+`KVTOP_NUM_BLOCKS=64`, `num_blocks = 64`. A flag overrides the variable, the variable overrides the file, and the
+file overrides the default. A switch has its opposite, like `--no-motion`; in the file it is `true` or `false`. An
+option that may be given several times is a list in the file, and one value as a variable. `kvtop config show` prints
+what is set and where, `kvtop config path` prints the path of the file, and `kvtop config default` prints a file with
+every key.
 
 This page is made from the code (`make options`)."""
 

@@ -1,4 +1,4 @@
-"""`kvtop config`: what is set, where the file lies, and a file to begin with."""
+"""`kvtop config`: what is set, where the file is, and a file to begin with."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def shown(given: Given) -> list[str]:
 def default_file(command: Command) -> list[str]:
     """A config.toml with every key, each in a comment of its own: without a # in front it reads as it is written."""
     lines = [
-        "# Options of kvtop. A flag goes over the variable KVTOP_…, the variable over this file.",
+        "# Options of kvtop. A flag overrides the variable KVTOP_…, and the variable overrides this file.",
         f"# It lies at {safe_text(str(config_file()))}, or where KVTOP_CONFIG says.",
     ]
     for group, settings in grouped([command]):

@@ -19,7 +19,7 @@ class Demo:
 
     # fmt: off
     name: Annotated[str, Knob("A demo's name, a .py file, or `list`.", "output", _HERE, argument=True, metavar="NAME|list")] = ""
-    headless: Annotated[bool, Knob("No dashboard; so also without a terminal.", "output", _HERE)] = False
+    headless: Annotated[bool, Knob("No dashboard. This is the default without a terminal.", "output", _HERE)] = False
     json: Annotated[bool, Knob("JSON: the verdict, or the list.", "output", _HERE)] = False
     # fmt: on
 

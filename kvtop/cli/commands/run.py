@@ -30,7 +30,7 @@ class Prompts:
     prompt: Annotated[tuple[str, ...], Knob("Ask this; may be given several times.", "prompts and loads", _HERE, short=("-p",), metavar="TEXT", example="Who was Ada?")] = ()
     prompts: Annotated[str | None, Knob("A prompt a line, or JSONL {prompt, system, max_tokens, …}; - reads stdin.", "prompts and loads", _HERE, metavar="FILE", example="prompts.jsonl")] = None
     system: Annotated[str | None, Knob("System message.", "prompts and loads", _HERE, metavar="TEXT|@FILE", example="Be brief.")] = None
-    salt: Annotated[str | None, Knob("Shares cached blocks only with the same salt.", "prompts and loads", _HERE, example="salt")] = None
+    salt: Annotated[str | None, Knob("Share cached blocks only between requests with the same salt.", "prompts and loads", _HERE, example="salt")] = None
     load: Annotated[str | None, Knob("Requests that arrive by themselves: hour, chat, … or a .toml.", "prompts and loads", _HERE, metavar="NAME|FILE", example="chat")] = None
     concurrent: Annotated[bool, Knob("All prompts at once, not one after another.", "prompts and loads", _HERE)] = False
     # fmt: on
@@ -41,8 +41,8 @@ class Formats:
     """Formats that a simulation and `kvtop size` calculate with."""
 
     # fmt: off
-    weights: Annotated[str | None, Knob("bf16, fp8, int8, int4, and with `size` a SIZE. Live: as --quantization.", "simulation", ("run", "size"), metavar="FORMAT|SIZE", example="int4")] = None
-    kv_cache_dtype: Annotated[Literal["auto", "bfloat16", "fp8", "float32"], Knob("Of keys and values; a live engine has auto and fp8.", "memory and cache", ("run", "size"))] = "auto"
+    weights: Annotated[str | None, Knob("bf16, fp8, int8, int4, and with `size` a SIZE. In a live run the same as --quantization.", "simulation", ("run", "size"), metavar="FORMAT|SIZE", example="int4")] = None
+    kv_cache_dtype: Annotated[Literal["auto", "bfloat16", "fp8", "float32"], Knob("Format of keys and values. A live engine supports auto and fp8.", "memory and cache", ("run", "size"))] = "auto"
     # fmt: on
 
 
@@ -53,7 +53,7 @@ class Simulated:
     # fmt: off
     simulate: Annotated[str | None, Knob("Compute nothing: this model as it would run --on a GPU.", "simulation", _HERE, metavar="MODEL", example="llama-3.1-70b")] = None
     on: Annotated[str | None, Knob("The simulated GPU, like h100 or 4xh200.", "simulation", _HERE, metavar="DEVICE", example="h100")] = None
-    speed: Annotated[float | None, Knob("Simulated seconds a second; without, 1 in the dashboard, else as fast as possible.", "simulation", _HERE, gt=0, le=1e6)] = None
+    speed: Annotated[float | None, Knob("Simulated seconds a second. Default: 1 in the dashboard, else as fast as possible.", "simulation", _HERE, gt=0, le=1e6)] = None
     # fmt: on
 
 
@@ -62,7 +62,7 @@ class Output:
     """Where the answers go to."""
 
     # fmt: off
-    headless: Annotated[bool, Knob("No dashboard; so also without a terminal.", "output", _HERE)] = False
+    headless: Annotated[bool, Knob("No dashboard. This is the default without a terminal.", "output", _HERE)] = False
     json: Annotated[bool, Knob("JSON on stdout: a line a step, then the summary.", "output", _HERE)] = False
     once: Annotated[bool, Knob("With --json: the summary alone.", "output", _HERE)] = False
     # fmt: on
@@ -176,7 +176,7 @@ COMMAND = Command(
     (EngineConfig, Formats, SamplingParams, Prompts, Simulated, Options, Recording, Output),
     run,
     epilog='Each option is also a variable and a key of config.toml: --model is KVTOP_MODEL and model = "…". A flag '
-    "goes over the variable, the variable over the file. Exit codes: 0 ok, also where only some requests failed; 1 all "
-    "requests failed, or the engine or the recording ended early; 2 bad input or set-up, or all requests were refused; "
-    "130 ctrl+c.",
+    "overrides the variable, and the variable overrides the file. Exit codes: 0 ok, also if only some requests "
+    "failed; 1 all requests failed, or the engine or the recording ended early; 2 bad input or set-up, or all requests "
+    "were refused; 130 ctrl+c.",
 )

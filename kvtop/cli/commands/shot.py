@@ -21,9 +21,9 @@ class Shot:
     # fmt: off
     file: Annotated[Path | None, Knob("A recording.", "output", _HERE, argument=True, metavar="FILE")] = None
     out: Annotated[Path | None, Knob("Where to write it; - is stdout.", "output", _HERE, short=("-o",), metavar="FILE", required=True, example="shot.svg")] = None
-    at: Annotated[float | None, Knob("Second of the recording; its end without.", "display", _HERE, ge=-1e12, le=1e12, says="a number of seconds", example=12.5)] = None
+    at: Annotated[float | None, Knob("Second of the recording. Default: its end.", "display", _HERE, ge=-1e12, le=1e12, says="a number of seconds", example=12.5)] = None
     size: Annotated[str, Knob("Columns x rows.", "display", _HERE, metavar="WIDTHxHEIGHT")] = "100x30"
-    format: Annotated[Literal["txt", "svg", "png"] | None, Knob("Without, by the ending of the file's name.", "output", _HERE)] = None
+    format: Annotated[Literal["txt", "svg", "png"] | None, Knob("Default: by the ending of the file's name.", "output", _HERE)] = None
     # fmt: on
 
 

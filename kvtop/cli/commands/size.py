@@ -20,7 +20,7 @@ class Size:
     # fmt: off
     model: Annotated[str, Knob("Hub id, config.json, a known name, or `list`.", "model", _HERE, argument=True, metavar="MODEL|list")] = ""
     json: Annotated[bool, Knob("The figures as JSON.", "output", _HERE)] = False
-    memory: Annotated[int, Knob("Of the GPU; of several their sum.", "memory and cache", _HERE, gt=0, unit="bytes")] = 80 * _GIB
+    memory: Annotated[int, Knob("Memory of the GPU, or the sum of several.", "memory and cache", _HERE, gt=0, unit="bytes")] = 80 * _GIB
     overhead: Annotated[int, Knob("For activations, graphs and libraries.", "memory and cache", _HERE, ge=0, unit="bytes")] = 3 * _GIB
     avg_tokens: Annotated[int, Knob("Tokens of an average request, prompt and answer.", "memory and cache", _HERE)] = 500
     context: Annotated[tuple[int, ...], Knob("Longest sequence to plan for; may be given several times.", "memory and cache", _HERE, example=8192)] = ()
