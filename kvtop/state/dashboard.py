@@ -21,8 +21,9 @@ from kvtop.state.moments import Moment, Moments
 from kvtop.state.part import Part
 from kvtop.state.pool import Pool
 from kvtop.state.pool_mirror import StateError
-from kvtop.state.request_view import RequestView, SequenceView
-from kvtop.state.requests import Requests
+from kvtop.state.request_view import RequestView
+from kvtop.state.requests.branches import SequenceView
+from kvtop.state.requests.requests import Requests
 from kvtop.state.series import Series
 from kvtop.state.stream import Stream
 from kvtop.state.twin import NaiveTwin
@@ -127,7 +128,7 @@ class DashboardState:
     def weight(self) -> int:
         """Bytes, roughly, that a copy takes: what it does not share with this state."""
         rows = (view for view in self.requests.values() if not view.done)
-        tokens = sum(len(view.output_ids) + len(view.itl) for view in rows)
+        tokens = sum(view.num_output + len(view.itl) for view in rows)
         return 300 * self.pool.mirror.num_blocks + 250 * len(self.history) + 16 * tokens + 500_000
 
     # ------------------------------------------------------------------------------------- reading

@@ -258,7 +258,7 @@ class Pool(Part):
     def _snapshot(self, e: ev.PoolSnapshot, state: DashboardState) -> None:
         self.reloaded = False
         if state.stream.strict:
-            wrong = self.mirror.differences(e) or state.requests.differences(e)
+            wrong = self.mirror.differences(e) or state.requests.branches.differences(e)
             if wrong:
                 raise StateError(f"PoolSnapshot: {wrong[0]}")
         elif not state.stream.synced or not self._agrees(e):

@@ -1,19 +1,23 @@
-"""RequestView and SequenceView: what the events have said about a request and its branches so far.
+"""RequestView: what the events have said about one request so far.
 
-Owns the rows behind the chat, the queues, the look-up strip and the headless summary, and their changes. Only the
-part Requests calls for changes; a finished row is never changed again, so copies of the state share it.
+Owns the row behind the chat, the queues, the look-up strip and the headless summary, and how it changes. Only the
+part Requests changes a row. Invariant: a finished row never changes again, so copies of the state share it.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from engine.events import AdmissionBlocked, PrefixLookup, RequestFinished, Usage
 from kvtop.state.explain import Explanation
 from kvtop.state.part import Copied
+from kvtop.state.requests.written import Written
 from kvtop.state.series import percentile
 from kvtop.units import count, percent
+
+if TYPE_CHECKING:
+    from kvtop.state.requests.branches import SequenceView
 
 Phase = Literal["queued", "running", "preempted", "finished"]
 PromptSpan = tuple[int, int, str, str]
@@ -21,33 +25,8 @@ PromptSpan = tuple[int, int, str, str]
 
 
 @dataclass(slots=True, eq=False)
-class SequenceView(Copied):
-    """One branch that lives; its block table is the pool's."""
-
-    seq_id: int
-    request_id: int | None = None
-    """None until RequestAdmitted names it."""
-    num_computed: int = 0
-    """Tokens whose KV is written."""
-    branch: int = 0
-    """Its place among the branches of the request; the first one is read as the answer."""
-    pruned: bool = False
-    """A beam that was dropped."""
-    output_ids: list[int] = field(default_factory=list)
-    text: str = ""
-    t_last: float | None = None
-    evicted_ids: list[int] = field(default_factory=list)
-    """Blocks whose content was thrown out for this sequence."""
-
-    def follow(self, parent: SequenceView) -> None:
-        """Begin with all that the parent has."""
-        self.num_computed = parent.num_computed
-        self.output_ids, self.text, self.t_last = parent.output_ids[:], parent.text, parent.t_last
-
-
-@dataclass(slots=True, eq=False)
 class RequestView(Copied):
-    """One request. Instants are on the batches' clock, in seconds; None where it never got there."""
+    """One request. Instants are in seconds on the batches' clock; None where the request never got so far."""
 
     SHARED: ClassVar[frozenset[str]] = frozenset(
         {"prompt_token_ids", "spans", "params", "lookup_hashes", "explanation"}
@@ -56,7 +35,7 @@ class RequestView(Copied):
     request_id: int
     t_arrival: float
     prompt_token_ids: list[int]
-    """Empty in a redacted recording; `prompt_tokens` holds all the same."""
+    """Empty in a redacted recording, which still has `prompt_tokens`."""
     prompt_tokens: int
     spans: list[PromptSpan] = field(default_factory=list)
     """(start, end, role, name) over prompt tokens."""
@@ -68,23 +47,20 @@ class RequestView(Copied):
 
     phase: Phase = "queued"
     seq_ids: list[int] = field(default_factory=list)
-    """Its branches; dropped beams are not among them."""
+    """Its branches, without the beams that were dropped."""
     dropped_ids: list[int] = field(default_factory=list)
     held_peak: int = 0
-    """Most blocks that its branches held together, where there are several; each block once."""
+    """Most blocks that its branches held together, a shared block counted once; 0 for a single branch."""
     unshared_peak: int = 0
-    """The same if every branch had blocks of its own."""
+    """Most blocks that the branches would have held without sharing."""
     num_computed: int = 0
-    """Of branch 0."""
+    """Tokens of branch 0 whose KV is written."""
     chunk: tuple[int, int] | None = None
     """(start, n) of the prompt tokens that the last step computed; None while decoding."""
-    output_ids: list[int] = field(default_factory=list)
-    """Tokens of branch 0."""
+    written: dict[int, Written] = field(default_factory=dict)
+    """What each of its branches wrote, by sequence id."""
     num_output: int = 0
     """Tokens sampled over all branches."""
-    text: str = ""
-    """Visible text of branch 0, of beams the first that was not dropped; `texts` has every branch."""
-    texts: dict[int, str] = field(default_factory=dict)
 
     lookup_hashes: list[str] = field(default_factory=list)
     """Hash of every full block that the first look-up asked for."""
@@ -97,7 +73,7 @@ class RequestView(Copied):
     t_lookup: float | None = None
     template_rewrote_history: bool = False
     explanation: Explanation | None = None
-    """Why the first look-up read what it read, judged at that moment."""
+    """Why the first look-up found what it found, judged at that moment."""
     cached_tokens: int = 0
     """Tokens read from the cache at the first admission."""
 
@@ -106,30 +82,46 @@ class RequestView(Copied):
     t_last: float | None = None
     t_finished: float | None = None
     slow: bool = False
-    """Slow motion stretched a step before its first token: its TTFT is no measurement."""
+    """Slow motion made a step before its first token longer: its TTFT measures nothing."""
     crowded: bool = False
-    """Others were under way when it arrived: its TTFT is also theirs."""
+    """Other requests were waiting or running when it arrived: its TTFT depends on them."""
     itl: list[float] = field(default_factory=list)
-    """Seconds between tokens, steps in slow motion left out."""
+    """Seconds between tokens, without the steps in slow motion."""
 
     preemptions: int = 0
     tokens_lost: int = 0
-    """Computed tokens that preemptions took from it."""
+    """Computed tokens whose KV its preemptions gave up."""
     tokens_back: int = 0
-    """Of those, how many it read from the cache when it resumed; the rest is computed again."""
+    """Those of them that it read from the cache when it resumed. The rest is computed again."""
     resumed: int = 0
     """Admissions after a preemption."""
     evicted_ids: list[int] = field(default_factory=list)
-    """Blocks whose content was thrown out for this request."""
+    """Blocks whose content was evicted for this request."""
     blocked: AdmissionBlocked | None = None
-    """Why it cannot be admitted, while that is so."""
+    """Why it cannot be admitted now."""
     last_table: list[int] = field(default_factory=list)
-    """Branch 0's table before it was given up."""
+    """The last block table of branch 0 before it was released."""
     logprobs: list[dict[str, Any]] = field(default_factory=list)
-    """Of branch 0's tokens, where it asked: token, text, logprob, and the same of the likeliest in `top`."""
+    """A row for each token of branch 0, if the request asks: token, text, logprob; `top`: the likeliest tokens."""
     usage: Usage | None = None
     finish_reason: str | None = None
     error: str | None = None
+
+    @property
+    def output_ids(self) -> list[int]:
+        """Tokens of branch 0. The list grows; readers must not change it."""
+        first = self._first
+        return [] if first is None else first.ids
+
+    @property
+    def text(self) -> str:
+        """Visible text of branch 0: the answer. Of beams, the first one that was not dropped."""
+        first = self._first
+        return "" if first is None else first.text
+
+    @property
+    def _first(self) -> Written | None:
+        return self.written.get(self.seq_ids[0]) if self.seq_ids else None
 
     @property
     def ttft(self) -> float | None:
@@ -148,11 +140,11 @@ class RequestView(Copied):
 
     @property
     def saved(self) -> float | None:
-        """Part of the blocks that sharing saved, 0..1; None for a single branch."""
+        """Share of the blocks that sharing saved, 0..1. None for a single branch."""
         return 1 - self.held_peak / self.unshared_peak if self.unshared_peak else None
 
     def sharing(self) -> str:
-        """What its branches held at most, against blocks of their own, in words."""
+        """The most blocks that its branches held, and what they would have held without sharing, in words."""
         who = (
             f"{self.n} samples" if self.n > 1 else f"{self.width} beams" if self.width > 1 else "its branches"
         )
@@ -163,16 +155,16 @@ class RequestView(Copied):
 
     def branch_texts(self) -> list[str]:
         """Visible text of each branch, in their order."""
-        return [self.texts.get(i, "") for i in self.seq_ids]
+        return [self.written[i].text for i in self.seq_ids]
 
     @property
     def done(self) -> bool:
-        """No event about it will come any more."""
+        """No more events about it will come."""
         return self.phase == "finished"
 
     @property
     def is_cold(self) -> bool:
-        """Its look-up is over and nothing was read."""
+        """It was looked up, and nothing was found."""
         return self.looked_up and not self.hit_tokens
 
     def role_at(self, token: int) -> tuple[str, str]:
@@ -183,7 +175,7 @@ class RequestView(Copied):
         return "", ""
 
     def copy(self) -> Self:
-        """An independent row; a finished one is shared, since nothing changes it any more."""
+        """An independent row. A finished one is shared, since nothing changes it."""
         return self if self.done else super(RequestView, self).copy()
 
     # ------------------------------------------------------------------------------------ changes
@@ -199,18 +191,27 @@ class RequestView(Copied):
         """Returns its place among the branches."""
         if seq_id not in self.seq_ids:
             self.seq_ids.append(seq_id)
+            self.written.setdefault(seq_id, Written())
         return self.seq_ids.index(seq_id)
 
     def drop_branch(self, seq_id: int) -> None:
         """A beam was pruned."""
         self.seq_ids.remove(seq_id)
-        self.texts.pop(seq_id, None)
+        self.written.pop(seq_id, None)
         self.dropped_ids.append(seq_id)
 
-    def read_from(self, sequence: SequenceView) -> None:
-        """This branch is the answer now."""
-        self.output_ids, self.text = sequence.output_ids[:], sequence.text
-        self.num_computed = sequence.num_computed
+    def fork(self, parent: int, child: int) -> None:
+        """A new branch begins with what the parent wrote."""
+        written = self.written.get(parent)
+        self.written[child] = Written() if written is None else written.fork()
+
+    def close_branches(self) -> None:
+        """The request ends. What remains is the answer's tokens, and the text of every branch."""
+        for place, i in enumerate(self.seq_ids):
+            if place:
+                self.written[i].forget_ids()
+            else:
+                self.written[i].join()
 
     def resume(self, cached_tokens: int) -> int:
         """Admitted again. Returns how many of the lost tokens the cache gave back."""
@@ -220,32 +221,25 @@ class RequestView(Copied):
         return back
 
     def preempt(self, tokens_lost: int) -> None:
-        """Back to the waiting ones."""
+        """It goes back to the waiting queue."""
         self.phase, self.chunk, self.num_computed = "preempted", None, 0
         self.preemptions += 1
         self.tokens_lost += tokens_lost
 
     def grow(self, sequence: SequenceView, count: int, tokens: list[int], text: str) -> None:
-        """A step computed this branch and sampled `count` tokens; a redacted recording does not say which."""
-        sequence.output_ids += tokens
-        sequence.text += text
+        """A step computed this branch and sampled `count` tokens. A redacted recording has no `tokens`."""
         self.num_output += count
+        sequence.num_output += count
         if sequence.branch == 0:
             self.num_computed = sequence.num_computed
-            self.output_ids += tokens
-            self.text += text
-        if text:
-            self.texts[sequence.seq_id] = sequence.text
-
-    def count_blocks(self, tables: list[list[int]]) -> None:
-        """The tables of its branches at one moment."""
-        self.held_peak = max(self.held_peak, len(set().union(*tables)))
-        self.unshared_peak = max(self.unshared_peak, sum(map(len, tables)))
+        written = self.written.get(sequence.seq_id)
+        if written is not None:
+            written.add(tokens, text)
 
     def finish(self, e: RequestFinished, t: float) -> None:
-        """What the engine says at the end."""
+        """Take over what the engine says at the end."""
         self.usage, self.error = e.usage, e.error
-        if self.dropped_ids:  # what pruned beams sampled is no output
+        if self.dropped_ids:  # what dropped beams sampled does not count as output
             self.num_output = e.usage.output_tokens
         at = e.timings
         self.t_arrival, self.t_admitted = at.t_arrival, at.t_admitted
@@ -255,7 +249,7 @@ class RequestView(Copied):
     # ------------------------------------------------------------------------------------ summary
 
     def summary(self) -> dict[str, Any]:
-        """The row of the headless summary. Milliseconds; a figure that does not exist is absent."""
+        """The row of the headless summary. Times in milliseconds; a figure that does not exist is absent."""
         usage = self.usage
         row: dict[str, Any] = {
             "id": self.request_id,

@@ -218,7 +218,7 @@ class Chat(Lines):
         text = (
             len(view.output_ids),
             len(view.text),
-            sum(map(len, view.texts.values())) if view.width > 1 else 0,
+            sum(map(len, view.branch_texts())) if view.width > 1 else 0,
         )
         figures = (
             width,

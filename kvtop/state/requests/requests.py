@@ -1,137 +1,76 @@
-"""Requests: the part that follows every request and its branches, from its arrival to its end.
+"""Requests: the part that follows every request from its arrival to its end.
 
-Owns the rows, which of them wait and which run, and what preemptions cost. Reads like a dictionary of rows by
-request id. Invariant: the waiting ones are in the order in which the engine will admit them, as far as events say.
+Owns how a row changes with each event, what preemptions cost, and the tokens of the latest step. The table of rows and
+the queues are in rows.py, the branches in branches.py, what they wrote in written.py. Invariant: rows, queues and
+branches change nowhere else.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator, ValuesView
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from engine import events as ev
 from kvtop.state.explain import Look, judge
-from kvtop.state.part import Part, takes
-from kvtop.state.request_view import RequestView, SequenceView
+from kvtop.state.part import takes
+from kvtop.state.request_view import RequestView
+from kvtop.state.requests.rows import Rows
 
 if TYPE_CHECKING:
     from kvtop.state.dashboard import DashboardState
 
-MOST_FINISHED = 10_000
-"""Finished requests that are kept."""
-
 
 class Sampled(NamedTuple):
-    """What the latest TokensSampled brought. first: (seconds since arrival, cached tokens) of first tokens; gaps:
-    (seconds between two tokens, how many of them, tokens of the sequence). Slow steps are left out of both."""
+    """What the latest TokensSampled brought.
+
+    first: (seconds since arrival, cached tokens) of each first token. gaps: (seconds between two tokens, how many such
+    gaps, tokens of the sequence). Both leave out slow steps.
+    """
 
     tokens: int = 0
     first: tuple[tuple[float, int], ...] = ()
     gaps: tuple[tuple[float, int, int], ...] = ()
 
 
-class Requests(Part):
+class Requests(Rows):
     """See the module."""
 
     __slots__ = (
-        "_finished",
-        "_moved",
-        "_request_of",
-        "_rows",
         "preemptions",
         "prefill",
         "refused",
-        "running",
         "sampled",
-        "sequences",
         "skipped",
         "tokens_back",
         "tokens_lost",
-        "waiting",
     )
 
     def __init__(self, skipped: int = 0) -> None:
-        self._rows: dict[int, RequestView] = {}
-        self.sequences: dict[int, SequenceView] = {}
-        """Branches that live, by sequence id."""
-        self.waiting: list[int] = []
-        """Request ids, first to be admitted first."""
-        self.running: list[int] = []
+        super().__init__()
         self.preemptions = 0
         self.tokens_lost = 0
-        """Computed tokens that preemptions took."""
+        """Computed tokens whose KV preemptions gave up."""
         self.tokens_back = 0
-        """Of those, how many the cache gave back at the resumption; never part of the hit rate."""
+        """Those of them that the cache gave back at a resumption. They never count in the hit rate."""
         self.refused = 0
         self.skipped = skipped
-        """Requests that were forgotten: the engine's ids are higher by this number."""
+        """Requests that `begin_anew` forgot: the engine's ids are higher by this number."""
         self.prefill = 0
         """Prompt tokens that the latest step computes."""
         self.sampled = Sampled()
-        self._request_of: dict[int, int] = {}
-        self._moved: set[int] = set()
-        """Requests of several branches whose tables changed since they were last counted."""
-        self._finished: deque[int] = deque()
-
-    # ------------------------------------------------------------------------------------ reading
-
-    def __getitem__(self, request_id: int) -> RequestView:
-        return self._rows[request_id]
-
-    def __contains__(self, request_id: object) -> bool:
-        return request_id in self._rows
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._rows)
-
-    def __reversed__(self) -> Iterator[int]:
-        return reversed(self._rows)
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def get(self, request_id: int | None) -> RequestView | None:
-        """The row; None if there is none."""
-        return None if request_id is None else self._rows.get(request_id)
-
-    def values(self) -> ValuesView[RequestView]:
-        """Rows, oldest first."""
-        return self._rows.values()
-
-    def of_sequence(self, seq_id: int) -> int | None:
-        """The request of a sequence, also after its end; None if unknown."""
-        return self._request_of.get(seq_id)
-
-    def tokens(self, seq_id: int, start: int, end: int) -> tuple[int, ...]:
-        """Tokens [start, end) of a sequence that lives; () where they are not known."""
-        sequence = self.sequences.get(seq_id)
-        view = self.get(self._request_of.get(seq_id))
-        if sequence is None or view is None or not view.prompt_token_ids:
-            return ()
-        n = view.prompt_tokens
-        head = view.prompt_token_ids[start:end]
-        return (*head, *sequence.output_ids[max(0, start - n) : max(0, end - n)])
-
-    def differences(self, e: ev.PoolSnapshot) -> list[str]:
-        """Where a snapshot contradicts the computed tokens that are known here, one line each."""
-        known = {i: self.sequences[i].num_computed if i in self.sequences else 0 for i in e.seq_ids}
-        return [
-            f"computed tokens of sequence {i}: replayed {known[i]}, the pool says {computed}"
-            for i, computed in zip(e.seq_ids, e.computed, strict=True)
-            if known[i] != computed
-        ]
 
     # -------------------------------------------------------------------------------- from queue to end
 
     def slow_down(self) -> None:
-        """Slow motion stretched a step: no first token that is still to come is a measurement."""
+        """Slow motion made a step longer: the time to a first token that has not come yet measures nothing."""
         for i in (*self.waiting, *self.running):
             if self._rows[i].t_first is None:
                 self._rows[i].slow = True
 
     @takes(ev.RequestQueued)
     def _queued(self, e: ev.RequestQueued, state: DashboardState) -> None:
+        before = self._rows.get(e.request_id)
+        if before is not None:  # in a damaged stream
+            self._leave(before)
         self._rows[e.request_id] = RequestView(
             request_id=e.request_id,
             t_arrival=e.t_arrival,
@@ -155,7 +94,7 @@ class Requests(Part):
             return
         view.look_up(e, state.stream.t)
         running = (self._rows[i] for i in self.running)
-        look = Look(view, state.block_size, state.stream.t, state.history, running, self._request_of)
+        look = Look(view, state.block_size, state.stream.t, state.history, running, self.branches.request_of)
         view.explanation = judge(look)
 
     @takes(ev.AdmissionBlocked)
@@ -167,14 +106,16 @@ class Requests(Part):
     @takes(ev.RequestAdmitted)
     def _admitted(self, e: ev.RequestAdmitted, state: DashboardState) -> None:
         sequence = self._sequence(e.seq_id)
-        sequence.request_id = self._request_of[e.seq_id] = e.request_id
+        sequence.request_id = self.branches.request_of[e.seq_id] = e.request_id
         sequence.num_computed = e.cached_tokens
         view = self._rows.get(e.request_id)
         if view is None:
             return
-        sequence.branch = view.add_branch(e.seq_id)
+        self.branches.bind(sequence, view, state.pool.table(e.seq_id))
         if sequence.branch == 0:
             view.num_computed = e.cached_tokens
+        self._leave(view)
+        self.running.append(e.request_id)
         view.phase, view.blocked = "running", None
         view.evicted_ids += sequence.evicted_ids
         sequence.evicted_ids = []
@@ -184,8 +125,6 @@ class Requests(Part):
             view.t_admitted = state.stream.t
             view.cached_tokens = e.cached_tokens
             self._note_hits(view, state.pool.table(e.seq_id))
-        self._leave(e.request_id)
-        self.running.append(e.request_id)
 
     @takes(ev.RequestPreempted)
     def _preempted(self, e: ev.RequestPreempted, state: DashboardState) -> None:
@@ -195,10 +134,10 @@ class Requests(Part):
         view = self._rows.get(e.request_id)
         if view is None:
             return
+        self._leave(view)
         view.preempt(e.tokens_lost)
         self.tokens_lost += e.tokens_lost
-        self._leave(e.request_id)
-        self._wait(e.request_id, max(0, e.position))  # at the head in an older recording
+        self._wait(e.request_id, max(0, e.position))  # an older recording does not say: to the head
 
     @takes(ev.RequestFinished)
     def _finish(self, e: ev.RequestFinished, state: DashboardState) -> None:
@@ -209,7 +148,7 @@ class Requests(Part):
         for i in view.seq_ids:
             table = state.pool.table(i)
             if not table:
-                self.sequences.pop(i, None)
+                self.branches.end(i)
             elif i in self.sequences and self.sequences[i].branch == 0:
                 view.last_table = table[:]
         self.refused += e.reason == "refused"
@@ -219,12 +158,12 @@ class Requests(Part):
 
     @takes(ev.StepScheduled)
     def _scheduled(self, e: ev.StepScheduled, state: DashboardState) -> None:
-        if self._moved:  # what the step needs is allocated and copied now, and nothing is given back yet
-            self._count_moved(state)
+        # At this moment the step has allocated and copied all that it needs, and has released nothing yet.
+        self.branches.count_moved(self._rows)
         self.prefill = 0
         for i, start, n in zip(e.seq_ids, e.start, e.n, strict=True):
             sequence = self._sequence(i)
-            if start > sequence.num_computed:  # a running prefill found more in the cache
+            if start > sequence.num_computed:  # a prefill that runs has found more in the cache
                 sequence.num_computed = start
             view = self.get(sequence.request_id)
             if view is None or sequence.branch:
@@ -279,62 +218,65 @@ class Requests(Part):
     @takes(ev.SequenceForked)
     def _forked(self, e: ev.SequenceForked, state: DashboardState) -> None:
         parent, child = self._sequence(e.parent), self._sequence(e.child)
-        child.request_id = self._request_of[e.child] = e.request_id
+        child.request_id = self.branches.request_of[e.child] = e.request_id
         child.follow(parent)
         view = self._rows.get(e.request_id)
-        if view is not None:
-            child.branch = view.add_branch(e.child)
-            if parent.text:
-                view.texts[e.child] = parent.text
+        if view is None:
+            return
+        view.fork(e.parent, e.child)
+        self.branches.bind(child, view, state.pool.table(e.child))
+        if not self.branches.shares(e.request_id):
+            self.branches.share(view, [state.pool.table(i) for i in view.seq_ids])
 
     @takes(ev.BeamPruned)
     def _pruned(self, e: ev.BeamPruned, state: DashboardState) -> None:
-        sequence = self._sequence(e.seq_id)
-        sequence.pruned = True
         view = self._rows.get(e.request_id)
-        if view is None or e.seq_id not in view.seq_ids:
+        sequence = self._sequence(e.seq_id)
+        if view is None:
+            sequence.pruned = True
             return
-        led = view.seq_ids[0] == e.seq_id
-        view.drop_branch(e.seq_id)
-        for place, i in enumerate(view.seq_ids):
-            self._sequence(i).branch = place
-        sequence.branch = -1
+        was_first = self.branches.prune(sequence, view)
         if not state.pool.table(e.seq_id):
-            self.sequences.pop(e.seq_id, None)
-        if led and view.seq_ids:  # the beam that is read now
-            view.read_from(self._sequence(view.seq_ids[0]))
+            self.branches.end(e.seq_id)
+        if was_first and view.seq_ids:
+            view.num_computed = self._sequence(view.seq_ids[0]).num_computed
 
     # ---------------------------------------------------------------------------------------- blocks
 
-    @takes(ev.BlocksAllocated, ev.BlocksCopied)
-    def _note_moved(self, e: ev.BlocksAllocated | ev.BlocksCopied, state: DashboardState) -> None:
-        view = self.get(self._sequence(e.seq_id).request_id)
-        if view is not None and len(view.seq_ids) > 1:
-            self._moved.add(view.request_id)
+    @takes(ev.BlocksAllocated)
+    def _allocated(self, e: ev.BlocksAllocated, state: DashboardState) -> None:
+        self.branches.gain(self._sequence(e.seq_id).request_id, e.ids)
+
+    @takes(ev.BlocksCopied)
+    def _copied(self, e: ev.BlocksCopied, state: DashboardState) -> None:
+        request = self._sequence(e.seq_id).request_id
+        self.branches.lose(request, (e.src,))
+        self.branches.gain(request, (e.dst,))
 
     @takes(ev.BlocksTouched)
     def _touched(self, e: ev.BlocksTouched, state: DashboardState) -> None:
         sequence = self._sequence(e.seq_id)
         table = state.pool.table(e.seq_id)
-        # Of hits, and of a sibling that comes back, all slots are filled; the step may be announced much later.
-        if e.why == "hit" or (not sequence.num_computed and sequence.output_ids):
+        # All slots of a hit are filled, and so are those of a branch that comes back after a preemption and takes
+        # the blocks of another one. The step that computes it may be reported much later.
+        if e.why == "hit" or (not sequence.num_computed and sequence.num_output):
             sequence.num_computed = len(table) * state.block_size
+        self.branches.gain(sequence.request_id, e.ids)
         view = self.get(sequence.request_id)
         if view is not None and e.why == "hit":
             self._note_hits(view, table)
-        elif view is not None and len(view.seq_ids) > 1:
-            self._moved.add(view.request_id)
 
     @takes(ev.BlocksReleased)
     def _released(self, e: ev.BlocksReleased, state: DashboardState) -> None:
         sequence = self._sequence(e.seq_id)
+        self.branches.lose(sequence.request_id, e.ids)
         view = self.get(sequence.request_id)
         if state.pool.table(e.seq_id):
             return
         if e.ids and view is not None and not view.done and sequence.branch == 0:
             view.last_table = e.ids[::-1]
         if view is None or view.done or sequence.pruned:
-            self.sequences.pop(e.seq_id, None)
+            self.branches.end(e.seq_id)
 
     @takes(ev.BlocksEvicted)
     def _evicted(self, e: ev.BlocksEvicted, state: DashboardState) -> None:
@@ -350,52 +292,12 @@ class Requests(Part):
     def _snapshot(self, e: ev.PoolSnapshot, state: DashboardState) -> None:
         if not state.pool.reloaded:
             return
-        alive = dict(zip(e.seq_ids, e.computed, strict=True))
-        for i, computed in alive.items():
-            self._sequence(i).num_computed = computed
-        self.sequences = {i: s for i, s in self.sequences.items() if i in alive}
-        for i in [i for i in self.running if alive.keys().isdisjoint(self._rows[i].seq_ids)]:
+        self.branches.load(e, self._rows)
+        for i in [i for i in self.running if self.sequences.keys().isdisjoint(self._rows[i].seq_ids)]:
             self._close(self._rows[i], None)
 
     # ------------------------------------------------------------------------------------- inside
 
-    def _sequence(self, seq_id: int) -> SequenceView:
-        sequence = self.sequences.get(seq_id)
-        if sequence is None:
-            sequence = self.sequences[seq_id] = SequenceView(seq_id, self._request_of.get(seq_id))
-            view = self.get(sequence.request_id)
-            if view is not None and seq_id in view.seq_ids:
-                sequence.branch = view.seq_ids.index(seq_id)
-        return sequence
-
-    def _wait(self, request_id: int, position: int) -> None:
-        """Into the waiting queue, where the event says; an older recording does not say: at the end."""
-        self.waiting.insert(position if position >= 0 else len(self.waiting), request_id)
-
-    def _leave(self, request_id: int) -> None:
-        """Out of the queues."""
-        for queue in (self.waiting, self.running):
-            if request_id in queue:
-                queue.remove(request_id)
-
-    def _count_moved(self, state: DashboardState) -> None:
-        """What forked requests hold at this moment, against what they would hold without sharing."""
-        for i in self._moved:
-            view = self._rows.get(i)
-            if view is not None and not view.done:
-                view.count_blocks([state.pool.table(s) for s in view.seq_ids])
-        self._moved.clear()
-
     def _note_hits(self, view: RequestView, table: list[int]) -> None:
         if not view.resumed and len(view.hit_ids) < view.hit_blocks:
             view.hit_ids = table[: view.hit_blocks]
-
-    def _close(self, view: RequestView, reason: str | None) -> None:
-        view.finish_reason = reason
-        view.phase, view.chunk, view.blocked = "finished", None, None
-        self._leave(view.request_id)
-        self._finished.append(view.request_id)
-        if len(self._finished) > MOST_FINISHED:
-            old = self._rows.pop(self._finished.popleft(), None)
-            for i in (*old.seq_ids, *old.dropped_ids) if old is not None else ():
-                self._request_of.pop(i, None)

@@ -1,0 +1,1 @@
+"""Requests and their branches: the rows, how events change them, what branches write and share."""
