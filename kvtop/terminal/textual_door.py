@@ -51,6 +51,9 @@ if TYPE_CHECKING:
 SETTLED = 0.5
 """Seconds that the next input waits at most for the handlers of the one before."""
 
+MOST_COLUMNS, MOST_ROWS = 2000, 1000
+"""Of a terminal; what is further right or below is not drawn."""
+
 KEYS_WHOLE = "\x1b[>25u"
 """The kitty protocol's flags 1, 8 and 16: keys as sequences that tell all of them apart, with their text."""
 
@@ -67,6 +70,12 @@ class _Parser(XTermParser):
             return None
         return None if keys and any(_is_surrogate(key.character) for key in keys) else keys
 
+    def parse_mouse_code(self, code: str) -> Message | None:
+        """In cells, where the terminal said a size of nothing: there is no telling how large a cell is."""
+        if not (self.terminal_size and self.terminal_pixel_size):
+            self.mouse_pixels = False
+        return super().parse_mouse_code(code)
+
 
 def _is_surrogate(character: str | None) -> bool:
     return character is not None and any("\ud800" <= c <= "\udfff" for c in character)
@@ -81,7 +90,7 @@ class KeyReader:
     def feed(self, data: bytes) -> list[Message]:
         """The events that these bytes complete."""
         text = self._decoder.decode(data)
-        return list(self._parser.feed(text)) if text else []
+        return [message for message in self._parser.feed(text) if _can_be(message)] if text else []
 
     def tick(self) -> list[Message]:
         """The events that have become complete because nothing followed: a single Esc."""
@@ -91,6 +100,13 @@ class KeyReader:
     def due(self) -> bool:
         """`tick` has to be called: a sequence has begun."""
         return self._parser._timeout_time is not None
+
+
+def _can_be(message: Message) -> bool:
+    """False for a size that no terminal has: one of millions of cells would be laid out for minutes."""
+    if not isinstance(message, events.Resize):
+        return True
+    return 0 < message.size.width <= MOST_COLUMNS and 0 < message.size.height <= MOST_ROWS
 
 
 class SafeInput(Input):
@@ -176,7 +192,8 @@ class TerminalDriver(LinuxDriver):
 
     def _send_size(self) -> None:
         width, height = self._get_terminal_size()
-        self.send_message(events.Resize.from_dimensions((width, height), None))
+        size = min(width, MOST_COLUMNS), min(height, MOST_ROWS)
+        self.send_message(events.Resize.from_dimensions(size, None))
 
     def _stop(self) -> None:
         """SIGTSTP: the shell gets the terminal as it was."""
@@ -405,6 +422,10 @@ class Palette(CommandPalette):
         except NoMatches:
             if self.app.is_running and self.app.screen is self:
                 raise
+
+    def _action_command_list(self, action: str) -> None:
+        with suppress(KeyError):  # a page of a list that has no height yet
+            super()._action_command_list(action)
 
     def _select_or_command(self, event: Any = None) -> None:
         if self.app.screen is self:

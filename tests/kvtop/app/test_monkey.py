@@ -44,7 +44,8 @@ def burst(chance: random.Random, width: int, height: int) -> list[Message]:
             text = chance.choice(TEXTS)
             return [events.Key("space" if c == " " else c, c) for c in text if c.isprintable()]
         case 5:
-            return [events.Key("ctrl+p", None), *[events.Key("enter", None)] * chance.randint(1, 3)]
+            key = chance.choice(["enter", "enter", "pageup", "pagedown", "home", "end", "up"])
+            return [events.Key("ctrl+p", None), *[events.Key(key, None)] * chance.randint(1, 3)]
         case _:
             key = chance.choice(KEYS)
             character = {"space": " ", "slash": "/"}.get(key, key if len(key) == 1 else None)
@@ -80,6 +81,17 @@ async def test_many_bursts(
         await play(shown, seed, 80)
         assert shown.app.crash is None
         monkeypatch.undo()
+
+
+@pytest.mark.parametrize("key", ["pageup", "pagedown", "home", "end", "up", "down"])
+async def test_a_key_comes_before_the_palette_has_a_list(key: str) -> None:
+    async with live() as shown:
+        for name in ("ctrl+p", key, key):
+            shown.app.post_message(events.Key(name, None))
+        await shown.pilot.pause(0.3)
+        await shown.pilot.press(*"zzzzqq", key, key)
+        await shown.pilot.pause(0.3)
+        assert shown.app.is_running and shown.app.crash is None
 
 
 async def _stay(*_: object, **__: object) -> None:

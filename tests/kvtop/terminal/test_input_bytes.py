@@ -12,6 +12,8 @@ from textual.message import Message
 
 from kvtop.terminal.textual_door import KeyReader
 
+ENDS = [b"\x1b[", b"\x1b[M", b"\x1b[<", b";", b"u", b"\x1b[48;0;0;0;0t", b"\x1b[<0;5;7M"]
+
 
 def parsed(chunks: list[bytes]) -> list[Message]:
     """What the application gets."""
@@ -76,10 +78,17 @@ def test_sequences_that_no_terminal_should_send_end_nothing(sent: bytes) -> None
     assert all("\ud800" not in (getattr(m, "character", None) or "") for m in got)
 
 
-@given(
-    st.lists(
-        st.binary(max_size=12) | st.sampled_from([b"\x1b[", b"\x1b[M", b"\x1b[<", b";", b"u"]), max_size=12
-    )
-)
+@pytest.mark.parametrize("size", [b"0;0;0;0", b"24;0;480;800", b"0;80;480;800", b"24;80;0;0"])
+def test_a_click_after_a_size_of_nothing_is_where_it_says(size: bytes) -> None:
+    got = parsed([b"\x1b[48;" + size + b"t", b"\x1b[<0;5;7M"])
+    assert isinstance(got[-1], events.MouseDown) and (got[-1].x, got[-1].y) == (4, 6)
+
+
+@pytest.mark.parametrize("size", [b"0;0;0;0", b"24;0;1;1", b"99999;99999;1;1", b"24;80000;1;1"])
+def test_a_size_that_no_terminal_has_is_not_laid_out(size: bytes) -> None:
+    assert parsed([b"\x1b[48;" + size + b"t", b"y"])[0].key == "y"
+
+
+@given(st.lists(st.binary(max_size=12) | st.sampled_from(ENDS), max_size=12))
 def test_no_bytes_raise(pieces: list[bytes]) -> None:
     parsed([*pieces, b"\x1b[201~"])

@@ -40,8 +40,13 @@ CALLED: dict[type, dict[str, list[str]]] = {
         "render_strips": ["size"],
     },
     Input: {"_position_to_cell": ["position"], "_cell_offset_to_index": ["offset"]},
-    CommandPalette: {"_select_or_command": ["event"]},
-    XTermParser: {"_parse_extended_key": ["sequence"], "feed": ["data"], "tick": []},
+    CommandPalette: {"_select_or_command": ["event"], "_action_command_list": ["action"]},
+    XTermParser: {
+        "_parse_extended_key": ["sequence"],
+        "feed": ["data"],
+        "tick": [],
+        "parse_mouse_code": ["code"],
+    },
     LinuxDriver: {
         "_enable_mouse_support": [],
         "_request_terminal_sync_mode_support": [],
@@ -61,7 +66,7 @@ HELD: dict[type, list[str]] = {
     Screen: ["_compositor", "_dirty_widgets"],
     Compositor: ["_full_map", "_dirty_regions", "full_map", "cuts", "visible_widgets", "size"],
     Input: ["_value"],
-    XTermParser: ["_timeout_time"],
+    XTermParser: ["_timeout_time", "mouse_pixels", "terminal_size", "terminal_pixel_size"],
     LinuxDriver: ["_app", "_loop", "_file", "_in_band_window_resize", "attrs_before", "input_tty", "fileno"],
 }
 """Attributes that are read or set."""
