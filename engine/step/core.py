@@ -36,7 +36,6 @@ from engine.step.hit_audit import Auditor
 from engine.step.runner import AsyncRunner, ModelRunner, Plan, StepOutput
 from engine.step.scheduler import Scheduler
 from engine.step.sequence import Request, Sequence
-from engine.step.speculate import PromptLookup
 
 
 class EngineCore:
@@ -89,19 +88,7 @@ class EngineCore:
         self._seq_ids = count()
         self._pool = BlockPool(runner.num_blocks, runner.block_size, log.emit)
         self.paging = Paging(self._pool, hash_seed, config.enable_prefix_caching)
-        self.scheduler = Scheduler(
-            self.paging,
-            log.emit,
-            self.clock,
-            max_num_seqs=config.max_num_seqs,
-            chunked_prefill=self._chunked,
-            long_prefill_threshold=config.long_prefill_token_threshold,
-            adaptive_threshold=config.long_prefill_token_threshold_adaptive,
-            by_priority=config.scheduling_policy == "priority",
-            watermark=config.watermark,
-            lookup=PromptLookup(config.speculate, runner.max_model_len) if config.speculate else None,
-            max_model_len=runner.max_model_len,
-        )
+        self.scheduler = Scheduler(self.paging, log.emit, self.clock, config, runner.max_model_len)
         self._admission = Admission(config, self.scheduler, runner.vocab_size, runner.max_model_len)
         self._ending = Ending(self.requests, self.scheduler, self.flights, log.emit, self.clock, on_finished)
         self._pieces = Pieces(token_bytes, is_text, runner.vocab_size, log.emit)

@@ -17,6 +17,7 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable
 
+from engine.config import EngineConfig
 from engine.events import AdmissionBlocked, Event, PrefixLookup, RequestAdmitted, RequestPreempted
 from engine.kv.paging import Paging
 from engine.step.flight import Flight, Flights, row_of
@@ -32,28 +33,21 @@ class Scheduler:
         paging: Paging,
         emit: Callable[[Event], None],
         clock: Callable[[], float],
-        *,
-        max_num_seqs: int,
-        chunked_prefill: bool = True,
-        long_prefill_threshold: int = 0,
-        adaptive_threshold: bool = False,
-        by_priority: bool = False,
-        watermark: float = 0.0,
-        lookup: PromptLookup | None = None,
-        max_model_len: int | None = None,
+        config: EngineConfig,
+        max_model_len: int,
     ) -> None:
         self.paging = paging
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self._emit = emit
         self._clock = clock
-        self.max_num_seqs = max_num_seqs
-        self._chunked = chunked_prefill
-        self._threshold = long_prefill_threshold
-        self._adaptive = adaptive_threshold
-        self._by_priority = by_priority
-        self._reserve = int(watermark * paging.pool.num_usable)
-        self._lookup = lookup
+        self.max_num_seqs = config.max_num_seqs
+        self._chunked = config.enable_chunked_prefill
+        self._threshold = config.long_prefill_token_threshold
+        self._adaptive = config.long_prefill_token_threshold_adaptive
+        self._by_priority = config.scheduling_policy == "priority"
+        self._reserve = int(config.watermark * paging.pool.num_usable)
+        self._lookup = PromptLookup(config.speculate, max_model_len) if config.speculate else None
         self._max_model_len = max_model_len
         self.looks_again = True
         """A running prefill asks the cache at each chunk for what others have computed meanwhile."""

@@ -80,7 +80,7 @@ class Look:
 
 def judge(look: Look) -> Explanation:
     """Reason and words for one look-up."""
-    view, size = look.view, look.block_size
+    view = look.view
     i, asked, total = view.hit_blocks, view.lookup_hashes, view.prompt_tokens
     missing = total - view.hit_tokens
 
@@ -96,29 +96,7 @@ def judge(look: Look) -> Explanation:
         return Explanation(i, view.queried_blocks, miss, reason, token, evicted, missing, sentence, short)
 
     if i >= len(asked):
-        if total and total % size == 0:
-            return found(
-                "last_token",
-                "last block computed again",
-                "The last block is computed again even if it is cached: predicting the next token needs at "
-                "least one computed token.",
-                miss=total // size - 1,
-            )
-        if total < size:
-            return found(
-                "shorter_than_block",
-                "shorter than a block",
-                f"The prompt has {total} tokens and only full blocks of {size} are cached.",
-                miss=None,
-            )
-        return found(
-            "none",
-            "all full blocks read",
-            f"All {i} full blocks were read from the cache; the last {missing} tokens do not fill a block "
-            "and are always computed.",
-            miss=None,
-        )
-
+        return _all_read(look, missing, found)
     record = look.history.get(asked[i])
     if record is not None and record.gone is not None:
         return _gone(look, record, found)
@@ -130,6 +108,40 @@ def judge(look: Look) -> Explanation:
             "first miss: being computed now",
             f"{who} is computing the same tokens right now; block {i} could not be shared yet.",
         )
+    return _new_text(look, missing, found)
+
+
+def _all_read(look: Look, missing: int, found: Found) -> Explanation:
+    """Every full block that was asked for is there; why some tokens are computed all the same."""
+    size, total, i = look.block_size, look.view.prompt_tokens, look.view.hit_blocks
+    if total and total % size == 0:
+        return found(
+            "last_token",
+            "last block computed again",
+            "The last block is computed again even if it is cached: predicting the next token needs at "
+            "least one computed token.",
+            miss=total // size - 1,
+        )
+    if total < size:
+        return found(
+            "shorter_than_block",
+            "shorter than a block",
+            f"The prompt has {total} tokens and only full blocks of {size} are cached.",
+            miss=None,
+        )
+    return found(
+        "none",
+        "all full blocks read",
+        f"All {i} full blocks were read from the cache; the last {missing} tokens do not fill a block "
+        "and are always computed.",
+        miss=None,
+    )
+
+
+def _new_text(look: Look, missing: int, found: Found) -> Explanation:
+    """The first missing block is in no table and never was: what is the nearest that was?"""
+    view, size = look.view, look.block_size
+    i, asked, total = view.hit_blocks, view.lookup_hashes, view.prompt_tokens
     here = _tokens(view, i, size)
     parent = asked[i - 1] if i else look.history.root
     kin = look.history.children(parent) if parent is not None else []
