@@ -34,7 +34,7 @@ ORDER: dict[str, Need] = {
     "queues-box": Need(5, 8, ALL),
     "strip-box": Need(3, 4, 5),
     "detail-box": Need(5, 7, 9),
-    "log-box": Need(4, 4, 10),
+    "log-box": Need(4, 6, 10),
     "graphs": Need(6, 7, 8),
     "budget-box": Need(4, 4, 7),
     "memory-box": Need(7, 7, 10),

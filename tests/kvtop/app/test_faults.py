@@ -62,7 +62,7 @@ def test_no_reader_slows_or_ends_the_engine(tmp_path: Path) -> None:
         assert view.finish_reason == "length" or (i in gone and view.finish_reason == "abort")
         assert view.output_ids == expected(p, 4, VOCAB)[: len(view.output_ids)]
     assert seen.pool.active == 0 and seen.engine.stopped is not None and seen.stream.losses == 0
-    assert len(problems) == 1 and "No space left" in problems[0] and not recorder.complete
+    assert len(problems) == 1 and "No space left" in problems[0] and recorder.failed
     for batch in stopped.drain():  # it looks again at last: what was lost is counted
         state.apply(batch)
     assert stopped.lost > 0 and state.engine.stopped is not None
