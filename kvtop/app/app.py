@@ -49,6 +49,10 @@ NOTE = 4.0
 """Seconds for which the line under the prompt says what a key did, and a second ctrl+c quits."""
 SETTLING = 3.0
 """Seconds after the last batch in which rates still fall."""
+LOADING_PAUSE = 1.0
+"""Seconds between two frames while a recording loads: the time is for loading."""
+LOADING_BREATH = 0.005
+"""Seconds between two slices of loading, in which keys are read."""
 
 
 class KvtopApp(OrderedApp):
@@ -90,6 +94,8 @@ class KvtopApp(OrderedApp):
         self._standing = self._is_up = self._owed = False
         self._said_recording_failed = False
         self._waking = False
+        self._loading = self._slice_comes = False
+        """A recording loads; its next slice is on the way."""
         self._clock: Timer | None = None
         self._fast: Timer | None = None
         self._palette: tuple[str, Palette] | None = None
@@ -161,10 +167,10 @@ class KvtopApp(OrderedApp):
         if session.problem is not None:
             self.notify(session.problem, title="No examples", severity="warning", markup=False)
         self.main.caption_rows = 3 if session.play is not None else 0
+        self.paint()
         if session.engine is None:
             self.tick()
         else:
-            self.paint()
             # The engine's imports hold the interpreter for a while: let the frame go out before.
             self.set_timer(FIRST_FRAME, session.start)
 
@@ -219,8 +225,8 @@ class KvtopApp(OrderedApp):
         return self.session.now
 
     def tick(self) -> None:
-        """Drain, apply, and paint if anything on the screen may differ."""
-        if not self.is_running or not self.main.is_attached:
+        """Take the batches that are due, apply them, and paint if the screen may have changed."""
+        if not self.is_running or not self.main.is_attached or self._slice_comes:
             return
         session, wall = self.session, self.wall()
         if session.pull():
@@ -232,12 +238,36 @@ class KvtopApp(OrderedApp):
             self._watch()
         if session.recording_failed is not None and not self._said_recording_failed:
             self._say_recording_failed(session.recording_failed)
+        before, self._loading = self._loading, session.source.loading is not None
+        if self._loading:
+            self._load_on(wall)
+            return
         self.motion.update(self.state, wall)
         self._set_pace()
+        if before:
+            self.paint()
+            return
         if self.main.logs and self.captured is not None and self.captured.poll():
             self.main.log_panel.stale = True
         if self.draws_at_once and self._is_due(wall):
             self._frame(wall, every=False)
+
+    def _load_on(self, wall: float) -> None:
+        """Say how far it is, from time to time, and go on as soon as the keys were read."""
+        if self.draws_at_once and wall - self._painted_at >= LOADING_PAUSE:
+            self._paint_loading(wall)
+        self._slice_comes = True
+        self.set_timer(LOADING_BREATH, self._next_slice)
+
+    def _next_slice(self) -> None:
+        self._slice_comes = False
+        self.tick()
+
+    def _paint_loading(self, wall: float) -> None:
+        self._say(signs(self.session, self._mode))
+        self.main.paint_loading(self.state, self.now)
+        self._painted_at = wall
+        self.frames += 1
 
     def _say_recording_failed(self, why: str) -> None:
         """A toast now, the badge and a line of the log from now on."""
@@ -324,6 +354,7 @@ class KvtopApp(OrderedApp):
         main.header.badges, main.key_line.keys = said.badges, said.keys
         main.chat.held, main.chat.topic, main.chat.invites = said.held, said.topic, said.invites
         main.header.held = main.queues.held = len(said.held)
+        main.header.without_figures, main.chat.progress = bool(said.loading), said.loading
         main.hint.says, main.hint.why, main.hint.warns = said.hint, said.why, said.warns
         main.caption.says, main.caption.then = said.caption, said.then
         if self.session.play is not None:
@@ -477,7 +508,10 @@ class KvtopApp(OrderedApp):
         """Do it, and show at once what became of it."""
         control(*args)
         self.tick()
-        self.paint()
+        if self._loading:
+            self._paint_loading(self.wall())
+        else:
+            self.paint()
 
     def action_abort(self) -> None:
         """x."""
@@ -508,4 +542,4 @@ class KvtopApp(OrderedApp):
             yield SystemCommand(f"View {view}", "F2 goes round", partial(self.set_view, view))
         for title, about, action in keys.COMMANDS:
             if self.session.may(action):
-                yield SystemCommand(title, about, getattr(self, f"action_{action}"))
+                yield SystemCommand(title, about, partial(self.run_action, action))

@@ -60,6 +60,8 @@ class Signs:
     """What the prompt is about; None without a prompt."""
     invites: tuple[str, ...] = ()
     """What to do first, while the chat is empty."""
+    loading: str = ""
+    """How far a recording's long seek is, as a sentence; empty when the state is whole."""
     caption: str = ""
     """A demo's text."""
     then: str = ""
@@ -72,6 +74,7 @@ def signs(session: Session, mode: Mode) -> Signs:
     """What to say now."""
     hint, why, warns = _hint(session, mode)
     caption, then, judged = _caption(session)
+    loading = session.source.loading
     composer = session.composer
     topic, invites = None, tuple[str, ...]()
     if composer is not None:
@@ -90,6 +93,7 @@ def signs(session: Session, mode: Mode) -> Signs:
         held=() if composer is None else tuple(composer.held(session.shown)),
         topic=topic,
         invites=invites,
+        loading="" if loading is None else loading.says,
         caption=caption,
         then=then,
         judged=judged,
@@ -100,7 +104,7 @@ def _badges(session: Session, mode: Mode) -> list[Badge]:
     state, found = session.shown, list[Badge]()
     if state.stream.losses:
         found.append(Badge(f"LOST {state.stream.losses}", "error"))
-    if getattr(session.source, "problem", None):
+    if session.source.problem is not None:
         found.append(Badge("TRUNCATED", "warning"))
     if session.recording_failed is not None:
         found.append(Badge("REC FAILED", "error"))
@@ -128,7 +132,7 @@ def _mode_badge(session: Session) -> Badge:
     if session.frozen:
         return Badge("FROZEN", "warning")
     if session.engine is None:
-        return Badge(f"REPLAY {session.place}".rstrip(), "primary")
+        return Badge(f"REPLAY {session.source.place}".rstrip(), "primary")
     if state.started is None:
         return Badge("LOADING", "warning")
     return Badge("DEMO" if session.play is not None else "LIVE", "success")

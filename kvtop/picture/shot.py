@@ -106,9 +106,11 @@ def picture(
 
 
 class _Nothing:
-    """A source whose batches were applied already; `place` is what the badge says."""
+    """A source whose batches were applied already. It cannot be driven; `place` is what the badge says."""
 
-    paused = True
+    transport = None
+    loading = None
+    problem = None
 
     def __init__(self, place: str) -> None:
         self.place = place

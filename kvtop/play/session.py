@@ -1,7 +1,7 @@
-"""Session: what a dashboard is about. A source, the state built from it, and whoever takes orders.
+"""Session: what a dashboard shows and drives: a source, the state made from its batches, an engine if there is one.
 
-Owns the way of batches into the state and every control that is no matter of painting: freezing,
-slow motion, single steps, a recording's transport, prompts, a demo's script. No textual. Invariant:
+Owns the application of batches to the state, and every control that has nothing to do with painting: freeze, slow
+motion, single steps, the transport of a recording, prompts, the script of a demo. It does not know Textual. Invariant:
 `state` is exactly the source's batches applied in order, also while the display is frozen.
 """
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from engine import Engine
     from kvtop.options import Options
     from kvtop.record.recorder import Recorder
-    from kvtop.sources import Source
+    from kvtop.sources import Source, Transport
 
 SLOW = 0.25
 """Seconds that slow motion waits between steps, unless --slow says otherwise."""
@@ -36,7 +36,7 @@ class Session:
         self.play: Performance | None = None
         """The demo that is played."""
         self.stepping = False
-        """The engine stands still between single steps."""
+        """The engine is paused, and runs one step when asked to."""
         self.slow = options.slow
         self.recorder: Recorder | None = None
         """Writes what happens to a file."""
@@ -50,7 +50,7 @@ class Session:
     # ----------------------------------------------------------------------------------- start
 
     def prepare(self) -> None:
-        """Make what takes orders from the keys; before `start`, after the first frame."""
+        """Make the composer or the demo; call it after the first frame and before `start`."""
         if self.engine is None:
             return
         options = self.options
@@ -86,7 +86,7 @@ class Session:
     # ----------------------------------------------------------------------------------- batches
 
     def pull(self) -> bool:
-        """Apply what has come. True if what is shown is another than at the last call."""
+        """Apply what has come. True if what is shown has changed since the last call."""
         state = self.state
         for batch in self.source.drain():
             state.apply(batch)
@@ -104,12 +104,12 @@ class Session:
 
     @property
     def frozen(self) -> bool:
-        """The display stands still while the engine runs on."""
+        """The display does not change while the engine runs on."""
         return self._still is not None
 
     @property
     def shown(self) -> DashboardState:
-        """What the display is about: `state`, or as it was when it was frozen, or before a demo's warm-up."""
+        """What is displayed: `state`, or a copy of it from when it was frozen or from before a demo's warm-up."""
         return self._still or self._cover or self.state
 
     @property
@@ -122,12 +122,12 @@ class Session:
     @property
     def playing(self) -> bool:
         """A recording runs."""
-        return self.engine is None and not getattr(self.source, "paused", True)
+        return self.transport is not None and not self.transport.paused
 
     @property
-    def place(self) -> str:
-        """Where in a recording we are, for the badge."""
-        return getattr(self.source, "place", "")
+    def transport(self) -> Transport | None:
+        """The controls of a recording."""
+        return self.source.transport
 
     @property
     def failure(self) -> str | None:
@@ -150,9 +150,9 @@ class Session:
     # ---------------------------------------------------------------------------------- controls
 
     def may(self, action: str) -> bool:
-        """This control exists here."""
+        """This control works here."""
         if action in ("step_back", "seek", "speed"):
-            return self.engine is None
+            return self.transport is not None
         if action in ("slow", "abort", "reset_cache"):
             return self.engine is not None
         if action == "new_conversation":
@@ -162,7 +162,7 @@ class Session:
         return True
 
     def begin_slow(self) -> None:
-        """Tell an engine that is up about --slow."""
+        """Pass --slow to the engine, once it is up."""
         if self.engine is not None and self.slow:
             self.engine.set_slow(self.slow)
 
@@ -179,10 +179,10 @@ class Session:
 
     def step(self, count: int = 1) -> None:
         """One engine step; or batches of a recording, also backwards."""
-        if self.engine is None:
-            self._replay("step", count)
-        elif self.state.started is not None:
-            self._still = None  # a step that is not shown would be no step
+        if self.transport is not None:
+            self.transport.step(count)
+        elif self.engine is not None and self.state.started is not None:
+            self._still = None  # else the step would not be seen
             if not self.stepping:
                 self.stepping = True
                 self.engine.pause()
@@ -190,35 +190,32 @@ class Session:
 
     def toggle_frozen(self) -> None:
         """Freeze the display while the engine runs on; pause a recording."""
-        if self.engine is None:
-            self._replay("toggle")
-        else:
+        if self.transport is not None:
+            self.transport.toggle()
+        elif self.engine is not None:
             self._still = self.state.copy() if self._still is None else None
 
     def seek(self, seconds: float) -> None:
         """Relative to the moment played."""
-        self._replay("seek", getattr(self.source, "t", self.state.t) + seconds)
+        if self.transport is not None:
+            self.transport.seek(self.transport.t + seconds)
 
     def change_speed(self, direction: int) -> None:
         """The next faster (1) or slower (-1) speed of a recording."""
-        self._replay("change_speed", direction)
+        if self.transport is not None:
+            self.transport.change_speed(direction)
 
     def abort(self, picked: int | None) -> None:
-        """The picked request if it runs, else the newest running one."""
+        """Abort the picked request if it runs, else the newest one that runs."""
         running = self.state.requests.running
         if self.engine is not None and running:
             self.engine.abort((picked if picked in running else running[-1]) + self.state.requests.skipped)
 
     def abort_answers(self) -> int:
-        """All that the prompt has asked for and that has not finished. Returns how many these are."""
+        """Abort every unfinished answer to what was typed. Returns how many these are."""
         return self.composer.abort() if self.composer is not None else 0
 
     def reset_cache(self) -> None:
         """Forget all hashes, unless blocks are in use."""
         if self.engine is not None:
             self.engine.reset_prefix_cache()
-
-    def _replay(self, control: str, *args: float) -> None:
-        found = getattr(self.source, control, None)
-        if found is not None:
-            found(*args)

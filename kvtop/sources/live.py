@@ -1,8 +1,8 @@
 """LiveSource: the batches of an engine in this process.
 
-Owns the queue between the engine's thread and the screen. The engine only appends; the queue is bounded,
-and when a stuck screen lets it overflow, the oldest batches are lost, which is counted (the state sees the
-gap in `seq`) and healed by a PoolSnapshot that is asked for here.
+Owns the queue between the engine's thread and the screen. The engine only appends. The queue is bounded: if the
+screen hangs for so long that it overflows, the oldest batches are lost. The state counts them by the gap in `seq`,
+and this source asks the engine for a PoolSnapshot, which repairs the blocks.
 """
 
 from __future__ import annotations
@@ -21,7 +21,12 @@ CAPACITY = 20_000
 
 
 class LiveSource:
-    """Subscribes at once, so make it before `engine.start()`."""
+    """Subscribes at once, so make it before `engine.start()`. It cannot be driven, and its batches are never late."""
+
+    transport = None
+    place = ""
+    loading = None
+    problem = None
 
     def __init__(self, engine: Engine, capacity: int = CAPACITY) -> None:
         self._engine = engine
@@ -29,13 +34,15 @@ class LiveSource:
         self._next = 0
         self.lost = 0
         """Batches that fell out of the queue."""
-        engine.subscribe(self._queue.append)  # appending to a deque is atomic, and all the engine does
+        engine.subscribe(
+            self._queue.append
+        )  # appending to a deque is atomic, and the engine does nothing else
 
     def attach(self, state: DashboardState) -> None:
         """Nothing to do: this source never jumps."""
 
     def drain(self) -> list[StepBatch]:
-        """Everything that has come. After a loss asks the engine for a snapshot."""
+        """Everything that has come. After a loss it asks the engine for a snapshot."""
         queue, out = self._queue, []
         for _ in range(len(queue)):
             out.append(queue.popleft())

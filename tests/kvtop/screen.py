@@ -9,6 +9,7 @@ from engine.events import StepBatch
 from kvtop.app.app import KvtopApp
 from kvtop.options import Options
 from kvtop.play.session import Session
+from kvtop.sources import Loading, Transport
 from kvtop.state.dashboard import DashboardState
 from kvtop.terminal.textual_door import shown_strips
 
@@ -18,8 +19,10 @@ SIZES = ((1, 1), (20, 5), (50, 15), (80, 24), (100, 30), (120, 40), (200, 60))
 class Feed:
     """A source: what is put into `queue` is drained at the next tick."""
 
-    paused = True
+    transport: Transport | None = None
     place = ""
+    loading: Loading | None = None
+    problem: str | None = None
 
     def __init__(self, batches: Sequence[StepBatch] = ()) -> None:
         self.queue = list(batches)

@@ -286,6 +286,19 @@ class MainScreen(Kept, Screen[None]):
             draw_regions(self, changed)
         return self._round_at < self._moved_at
 
+    def paint_loading(self, state: DashboardState, now: float) -> None:
+        """Paint only how far a recording is with a long seek; all else waits until the state is whole again."""
+        changed: list[Region] = []
+        telling: list[Lines] = [self.header, self.key_line]
+        if self.chat.is_empty:
+            telling.append(self.chat)
+        for widget in self.in_view:
+            if widget in telling:
+                changed += widget.paint_into(state, now)
+                widget.stale = False
+        if changed:
+            draw_regions(self, changed)
+
     def _round_is_due(self, state: DashboardState, wall: float) -> bool:
         """Figures that change faster than ROUND cannot be read. A request that comes or ends is shown at once, if the
         last round that came early for one is long enough ago."""

@@ -40,6 +40,8 @@ class Header(Lines):
         self.badges: Sequence[Badge] = ()
         self.held = 0
         """Prompts that were sent and have not arrived at the engine."""
+        self.without_figures = False
+        """The state is on its way to another moment: no figures, which would not agree with the panels."""
 
     def paint(self, state: DashboardState, now: float) -> None:
         """Name, engine, counts; badges at the right end."""
@@ -72,7 +74,7 @@ class Header(Lines):
         """(rank, parts) in the order of the line; rank 0 stays longest."""
         text, muted = self.ink("text"), self.ink("muted")
         started = state.started
-        if started is None:
+        if started is None or self.without_figures:
             return []
         model = cut(safe_text(started.model.rstrip("/").rsplit("/", 1)[-1]), 32)
         if self.size.width < 120:

@@ -72,6 +72,8 @@ class Chat(Lines):
         """Prompts that have not arrived at the engine."""
         self.invites: Sequence[str] = ()
         """What to do while nothing was asked."""
+        self.progress = ""
+        """How far the recording is with loading; shown while there is no request to show."""
         self._layouts: dict[int, tuple[tuple[object, object], list[Line], Sheet]] = {}
         """By request: (its figures, its text), the lines that show them, and what they are made from."""
         self._ids: Sequence[int] = ()
@@ -80,6 +82,11 @@ class Chat(Lines):
         self._between = False
         self._view: list[tuple[int, Line]] = []
         self._block_size = 16
+
+    @property
+    def is_empty(self) -> bool:
+        """It shows no request."""
+        return not self._view
 
     def set_link(self, ids: Iterable[int]) -> None:
         """Light up the text of these physical blocks."""
@@ -101,6 +108,9 @@ class Chat(Lines):
         held = {h.request_id: h for h in self.held if h.request_id not in state.requests}
         # In the order of asking: a turn that had to wait for its conversation arrives after later ones.
         self._ids, self._waiting_ids = sorted((*state.requests, *held), reverse=True), held
+        if self.progress and self.is_empty:
+            self.set_rows(self._in_the_middle([self.progress], width, height))
+            return
         if not state.requests and (state.started is None or not held):
             self._view, self.back = [], 0
             self.title = self._title(state)
@@ -180,6 +190,9 @@ class Chat(Lines):
             texts += ["", f"{count(usable)} blocks × {tokens} tokens = {count(usable * tokens)} tokens"]
             if size_:
                 texts.append(f"a block {count(size_)} B, a token {count(size_ / tokens)} B")
+        return self._in_the_middle(texts, width, height)
+
+    def _in_the_middle(self, texts: Sequence[str], width: int, height: int) -> list[list[Part]]:
         top = max(0, (height - len(texts)) // 2)
         muted = self.ink("muted")
         lines = [[(cut(t, width).center(width), muted)] for t in texts]

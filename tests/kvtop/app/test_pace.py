@@ -8,6 +8,7 @@ from collections import Counter
 import pytest
 
 from engine.events import DeviceSample
+from kvtop.sources import Loading
 from kvtop.widgets.base.lines import Lines
 from tests.kvtop.screen import Show, show
 from tests.kvtop.stage import Stage
@@ -136,3 +137,23 @@ async def test_while_only_the_device_tells_how_it_is_each_panel_is_painted_once_
             paints.update(watch.tick(steps=0))
         assert set(paints) == set(shown.app.main.in_view)
         assert set(paints.values()) == {5}
+
+
+async def test_while_a_recording_loads_only_its_progress_is_painted_once_a_second() -> None:
+    stage = talking()
+    async with show((120, 40)) as shown:
+        watch, main = Watch(shown, stage), shown.app.main
+        shown.feed.queue += stage.batches  # as a seek does, while it is on its way
+        telling = {main.header, main.chat, main.key_line}
+        frames = []
+        for i in range(30):
+            shown.feed.loading = Loading(f"LOADING {i} %", f"loading: {i} % of the way")
+            shown.app._slice_comes = False  # the timer of the next slice, which this test takes the place of
+            frames.append(watch.tick())
+        assert [set(frame) for frame in frames if frame] == [telling] * 3
+        assert "% of the way" in "\n".join(main.chat.lines)
+        assert "running" not in main.header.lines[0], "figures of another moment than the panels show"
+        shown.feed.loading = None
+        shown.app._slice_comes = False
+        assert set(watch.tick()) == set(main.in_view)
+        assert "running" in main.header.lines[0] and "of the way" not in shown.text

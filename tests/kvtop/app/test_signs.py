@@ -9,6 +9,7 @@ import pytest
 from kvtop.app.signs import Mode, signs
 from kvtop.options import Options
 from kvtop.play.session import Session
+from kvtop.sources import Loading
 from tests.kvtop.screen import Feed
 from tests.kvtop.stage import Stage
 
@@ -32,6 +33,18 @@ def test_a_replay_names_its_keys_and_its_place() -> None:
     assert [badge.text for badge in said.badges] == ["REC", "PAUSED", "REPLAY"]
     assert said.keys[0].press == "space" and said.keys[-1].press == "q"
     assert said.hint.startswith("key mode") and not said.warns and not said.held and said.topic is None
+
+
+def test_a_recording_that_loads_says_so_and_one_that_cannot_be_driven_offers_no_jumps() -> None:
+    session = replay()
+    assert not session.may("seek") and not session.playing
+    assert signs(session, Mode()).loading == ""
+    assert isinstance(session.source, Feed)
+    session.source.loading = Loading("LOADING 35 %", "35 % of the way")
+    session.source.problem = "a.jsonl: line 9: is cut off"
+    said = signs(session, Mode())
+    assert said.loading == "35 % of the way"
+    assert [badge.text for badge in said.badges][:1] == ["TRUNCATED"]
 
 
 @pytest.mark.parametrize(("mode", "badge"), [(Mode(), True), (Mode(on_terminal=False), False)])

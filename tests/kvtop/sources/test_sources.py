@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from engine import events as ev
 from kvtop.record.recorder import Recorder
 from kvtop.record.recording import RecordingError
-from kvtop.sources import LiveSource, RecordingSource
+from kvtop.sources import LiveSource, RecordingSource, Source
 from kvtop.sources import recording as module
 from kvtop.state.dashboard import DashboardState
 from tests.kvtop.state.test_state import fingerprint
@@ -102,6 +102,77 @@ def test_it_can_begin_later(recorded: Any) -> None:
     wall.t += 1
     pump(source, state)
     assert fingerprint(state) == straight(batches, 7.0)
+
+
+def unread(path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[RecordingSource, DashboardState]:
+    """A recording of which only the first batches are in the index, as with a large file."""
+    monkeypatch.setattr("kvtop.sources.index.CHECKED_BATCHES", 10)
+    monkeypatch.setattr(module, "OPEN_S", 0.0)
+    monkeypatch.setattr(module, "SEEK_S", 0.0)
+    source, state = RecordingSource(path), DashboardState(strict=True)
+    source.attach(state)
+    assert not source._index.whole and source.loading is not None and not source.ended
+    return source, state
+
+
+def test_a_large_file_is_read_after_the_first_frame_and_jumps_wait_for_it(
+    recorded: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, batches = recorded
+    source, state = unread(path, monkeypatch)
+    assert "READING" in source.place and "/" not in source.place, "nobody knows yet how long it is"
+    source.start_at(6.0)
+    source.seek(source.t + 2.0)
+    source.step(3)
+    source.step(-1)
+    said = []
+    while source.loading is not None:
+        said.append(source.loading.badge)
+        assert source.drain() == []
+    assert [word.split()[0] for word in said] == sorted((w.split()[0] for w in said), reverse=True)
+    assert "LOADING 0 %" in said
+    applied = sum(b.t <= 8.0 for b in batches) + 2
+    assert state.stream.num_batches == applied and source.paused
+    assert fingerprint(state) == straight(batches, batches[applied - 1].t)
+    source.seek(1e9, wait=True)
+    assert source.ended and source.duration == batches[-1].t
+
+
+def test_waiting_for_a_seek_reads_the_rest_of_the_file(
+    recorded: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, batches = recorded
+    source, state = unread(path, monkeypatch)
+    source.seek(1e9, wait=True)
+    assert source.loading is None and source.ended
+    assert fingerprint(state) == straight(batches, 1e9)
+
+
+def test_damage_that_is_found_while_reading_on_ends_the_recording_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorder = Recorder(tmp_path / "a.jsonl")
+    for batch in stretched():
+        recorder(batch)
+    recorder.close()
+    lines = (tmp_path / "a.jsonl").read_bytes().splitlines(keepends=True)
+    for name, bad in (
+        ("garbage", b"garbage\n"),
+        ("claim", b'{"seq":-1,"t":1.0,"step":0,"first_event":0,"events":[]}\n'),
+    ):
+        path = tmp_path / f"{name}.jsonl"
+        path.write_bytes(b"".join([*lines[:100], bad, *lines[101:]]))
+        source, state = unread(path, monkeypatch)
+        while source.loading is not None:
+            source.drain()
+        assert source.problem is not None and "line 101" in source.problem
+        source.seek(1e9, wait=True)
+        assert state.stream.num_batches == 99 and source.ended
+
+
+def test_what_a_source_can_do_is_in_its_type() -> None:
+    live: Source = LiveSource(FakeEngine())  # type: ignore[arg-type]
+    assert live.transport is None and live.loading is None and live.problem is None and live.place == ""
 
 
 def test_speed_pause_and_step(recorded: Any) -> None:
@@ -230,7 +301,7 @@ def test_a_claim_that_cannot_be_is_refused_at_the_start_and_ends_a_playback_furt
     (tmp_path / "b.jsonl").write_bytes(b"".join(lines))
     with pytest.raises(RecordingError, match=rf"line {at + 1}: .*ids.*block 99,999 is outside the pool"):
         RecordingSource(tmp_path / "b.jsonl")
-    monkeypatch.setattr("kvtop.sources.recording.CHECKED_BATCHES", 5)
+    monkeypatch.setattr("kvtop.sources.index.CHECKED_BATCHES", 5)
     source, state, _ = opened(tmp_path / "b.jsonl")
     source.seek(1e9, wait=True)
     assert state.stream.num_batches == at - 1
