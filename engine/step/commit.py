@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from itertools import count
+
+import msgspec
 
 from engine.errors import one_line
 from engine.events import BeamPruned, DraftVerified, Event, TokenLogprobs, TokensSampled
@@ -27,23 +27,22 @@ from engine.step.sequence import Request, Sequence
 _NOT_FINITE = "the model gave NaN or infinite logits; its cached blocks were dropped"
 
 
-@dataclass(slots=True)
-class _Outcome:
+class _Outcome(msgspec.Struct, eq=False):
     """A step while it is being committed."""
 
     output: StepOutput
     now: float
     rows: list[tuple[int, Sequence, Row]]
     """Those that count, with their place in the plan."""
-    bad: dict[Request, None] = field(default_factory=dict)
+    bad: dict[Request, None] = {}
     """Requests whose logits were not finite."""
-    searches: dict[Request, BeamSearch] = field(default_factory=dict)
+    searches: dict[Request, BeamSearch] = {}
     """Beam searches that got new offers."""
-    advanced: list[Grown] = field(default_factory=list)
-    logprobs: list[tuple[int, int, Logprob]] = field(default_factory=list)
+    advanced: list[Grown] = []
+    logprobs: list[tuple[int, int, Logprob]] = []
     """(sequence, token, what the model thought of it), where a request asks."""
-    pruned: list[Sequence] = field(default_factory=list)
-    done: dict[Request, None] = field(default_factory=dict)
+    pruned: list[Sequence] = []
+    done: dict[Request, None] = {}
 
 
 class Commit:
@@ -83,7 +82,7 @@ class Commit:
 
     def _outcome(self, flight: Flight, output: StepOutput) -> _Outcome:
         """Which rows count, and which of their requests have failed already."""
-        rows = list(zip(count(), flight.seqs, flight.plan.rows))
+        rows = [(i, seq, row) for i, (seq, row) in enumerate(zip(flight.seqs, flight.plan.rows, strict=True))]
         if len(flight.live) < len(rows):
             rows = [one for one in rows if one[1] in flight.live]
         step = _Outcome(output, self._clock(), rows)
@@ -184,7 +183,7 @@ class Commit:
 
     def _end(self, step: _Outcome) -> None:
         """Requests that are through, and those that failed."""
-        failed = dict.fromkeys(s.request for _, s, _ in step.rows if s.request.error is not None)
+        failed = dict.fromkeys([s.request for _, s, _ in step.rows if s.request.error is not None])
         for request in step.done:
             if request not in failed:
                 self._ending.finish(request, request.branches[0].finish_reason or "stop")

@@ -94,14 +94,17 @@ class Flight:
 
     def num_tokens(self) -> tuple[int, int, int]:
         """Tokens that were computed: decoded, prefilled, and for rows that were not announced any more."""
-        rows = list(zip(self.seqs, self.plan.rows, strict=True))
-        announced, overrun = self.announced or [], 0
-        if len(announced) != len(rows):
-            ids = set(map(id, announced))
-            overrun = sum(row.n for _, row in rows if id(row) not in ids)
-            rows = [(seq, row) for seq, row in rows if id(row) in ids]
-        decoded = sum([row.n for seq, row in rows if row.start >= seq.num_known])
-        return decoded, sum([row.n for _, row in rows]) - decoded, overrun
+        rows, announced = self.plan.rows, self.announced or []
+        ids = None if len(announced) == len(rows) else set(map(id, announced))
+        decoded = prefilled = overrun = 0
+        for seq, row in zip(self.seqs, rows, strict=True):
+            if ids is not None and id(row) not in ids:
+                overrun += row.n
+            elif row.start >= seq.num_known:
+                decoded += row.n
+            else:
+                prefilled += row.n
+        return decoded, prefilled, overrun
 
 
 class Flights(deque[Flight]):
