@@ -11,8 +11,9 @@ import re
 from collections.abc import Callable, Iterable
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 from textual.color import Color, ColorParseError
 from textual.theme import BUILTIN_THEMES, Theme
 
@@ -31,8 +32,24 @@ _COLOURS = (
     *("primary", "secondary", "accent", "foreground", "background", "surface", "panel", "boost"),
     *("warning", "error", "success"),
 )
-_TOP: dict[str, type] = {"name": str, "dark": bool, "ansi": bool, "author": str, "description": str}
-_TABLES = ("colors", *GROUPS, "variables")
+Table = dict[str, Any]
+
+
+class _File(msgspec.Struct, forbid_unknown_fields=True):
+    """A theme file. Colours are text; whether a text is a colour is checked key by key."""
+
+    name: Annotated[str, msgspec.Meta(pattern=r"\A[\w.-]{1,40}\Z")]
+    dark: bool = True
+    ansi: bool = False
+    author: str = ""
+    description: str = ""
+    colors: Table = {}
+    blocks: Table = {}
+    marks: Table = {}
+    graphs: Table = {}
+    variables: Table = {}
+
+
 Fail = Callable[[str, str, str], SetupError]
 """(table, key, what is wrong) to the error."""
 
@@ -56,32 +73,41 @@ def load(path: Path) -> Theme:
     def fail(table: str, key: str, what: str) -> SetupError:
         return wrong(path, text, table, key, what)
 
-    for key, value in document.items():
-        if key in _TABLES:
-            if not isinstance(value, dict):
-                raise fail("", key, f"must be a table: [{key}]")
-        elif key not in _TOP:
-            raise fail("", key, f"unknown; there are {_list((*_TOP, *_TABLES))}")
-        elif type(value) is not _TOP[key]:
-            raise fail("", key, "must be true or false" if _TOP[key] is bool else "must be text in quotes")
-    name = document.get("name", path.stem)
-    if not re.fullmatch(r"[\w.-]{1,40}", name):
-        raise fail("", "name", "must be letters, digits, dots and dashes, at most 40")
-
-    colours: dict[str, Any] = _colours(document.get("colors", {}), "colors", _COLOURS, fail)
+    try:
+        file = msgspec.convert({"name": path.stem, **document}, _File)
+    except msgspec.ValidationError as error:
+        raise _explained(error, fail) from None
+    colours: dict[str, Any] = _colours(file.colors, "colors", _COLOURS, fail)
     if "primary" not in colours:
         raise fail("colors", "primary", "is missing; every theme needs it")
-    dark, ansi = document.get("dark", True), document.get("ansi", False)
     # Textual's widgets refer to variables that only its own two native themes define.
-    variables = dict(BUILTIN_THEMES["ansi-dark" if dark else "ansi-light"].variables) if ansi else {}
+    variables = (
+        dict(BUILTIN_THEMES["ansi-dark" if file.dark else "ansi-light"].variables) if file.ansi else {}
+    )
     for table, (prefix, keys) in GROUPS.items():
-        found = _colours(document.get(table, {}), table, keys, fail)
+        found = _colours(getattr(file, table), table, keys, fail)
         variables |= {f"{prefix}-{key}": value for key, value in found.items()}
-    for key, value in document.get("variables", {}).items():
+    for key, value in file.variables.items():
         if not re.fullmatch(r"[a-z][a-z0-9-]*", key) or not _is_css(value):
             raise fail("variables", key, "must be a Textual variable with a colour or text style in quotes")
         variables[key] = value
-    return Theme(name=name, dark=dark, ansi=ansi, variables=variables, **colours)
+    return Theme(name=file.name, dark=file.dark, ansi=file.ansi, variables=variables, **colours)
+
+
+def _explained(error: msgspec.ValidationError, fail: Fail) -> SetupError:
+    """The line for what msgspec found wrong with a key of the file itself."""
+    said = str(error)
+    if unknown := re.search(r"unknown field `(.*)`", said, re.DOTALL):
+        return fail("", unknown[1], f"unknown; there are {_list(_File.__struct_fields__)}")
+    found = re.search(r"`\$\.(\w+)", said)
+    key = found[1] if found else ""
+    if "matching regex" in said:
+        return fail("", key, "must be letters, digits, dots and dashes, at most 40")
+    wanted = re.search(r"Expected `(\w+)", said)
+    what = {"bool": "true or false", "object": f"a table: [{key}]"}.get(
+        wanted[1] if wanted else "", "text in quotes"
+    )
+    return fail("", key, f"must be {what}")
 
 
 def _colours(table: dict[str, Any], name: str, keys: Iterable[str], fail: Fail) -> dict[str, str]:

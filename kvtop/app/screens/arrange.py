@@ -37,7 +37,7 @@ ORDER: dict[str, Need] = {
     "log-box": Need(4, 6, 10),
     "graphs": Need(6, 7, 8),
     "budget-box": Need(4, 4, 7),
-    "memory-box": Need(7, 7, 10),
+    "memory-box": Need(7, 7, 11),
     "tables": Need(5, 7, 10),
     "kernels-box": Need(11, 11, 15),
 }

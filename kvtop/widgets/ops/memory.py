@@ -1,8 +1,8 @@
-"""Memory: what the sequences take in blocks, and what they would take if each reserved its longest length whole.
+"""Memory: what the sequences hold in blocks, and what they would hold if each reserved max_model_len tokens.
 
-Invariants: both bars are to scale over the same memory; every usage has one definition (referenced blocks,
-cached blocks and written slots are three different things); a share of nothing reads NONE. Waste is rounded
-to a tenth of a percent, since 0 % and 0.6 % are the point here; other percentages are floored.
+Invariants: both bars have one scale, over the same memory. Referenced blocks, cached blocks and filled slots are
+three different figures. The name of a row says which memory it is about, whatever rows are left out. Waste of nothing
+is NONE. Waste has one decimal, because 0 % and 0.6 % must differ here; other percentages are rounded down.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from kvtop.widgets.base.table import cut
 if TYPE_CHECKING:
     from kvtop.state.dashboard import DashboardState
 
-_LABEL = 10
-_PRIORITY = (1, 3, 4, 6, 0, 5, 7, 2)
-"""Rows in the order in which they get room: what sequences hold and fill first. They are shown in their own order."""
+_LABEL = 12
+_PRIORITY = (2, 4, 5, 7, 1, 0, 6, 8, 3)
+"""Rows in the order in which they get room: the peak and the filled slots first. They are shown in their own order."""
 
 
 class MemoryPanel(Panel):
@@ -33,51 +33,64 @@ class MemoryPanel(Panel):
     NEEDS = "blocks"
     FIGURES = (
         ("paged", "The pool: slots filled █, held but empty ░, blocks cached ▒ and free ·, to scale."),
-        ("referenced", "Blocks that a sequence refers to, of the usable ones; a shared block counts once."),
+        ("referenced", "Blocks that a sequence refers to, of the usable ones. A shared block counts once."),
+        (
+            "peak",
+            "Most blocks that were referenced after one step since the start, and their filled slots then.",
+        ),
         (
             "cached",
-            "Blocks that nobody refers to but whose content can still be read: free to take all the same.",
+            "Blocks without a reference whose content can still be read. They can be taken at any time.",
         ),
         ("filled", "Token slots of referenced blocks whose keys and values are written, of all slots."),
-        ("wasted", "Slots that a block or a reservation holds without a token, of those held; to a tenth."),
+        ("paged waste", "Slots of referenced blocks that hold no token, of all their slots. One decimal."),
         (
             "naive",
             "The same memory without paging: each sequence reserves max_model_len tokens in one piece at the first "
             "gap. Filled █, reserved but empty ░, free ·, a gap too short for one more ╱.",
         ),
+        ("naive waste", "Slots of reservations that hold no token, of all reserved slots. One decimal."),
         (
-            "fit",
-            "Sequences that would have a reservation, of those that run here. Nothing is shared there, and nobody is "
-            "preempted.",
+            "naive fit",
+            "Sequences that would have a reservation, of those that run here. Without paging nothing is shared and "
+            "no sequence is preempted.",
         ),
         (
             "wait",
-            "Sequences that run here and would wait there for an earlier one to end; ever: since the start.",
+            "Sequences that run here and would wait there for an earlier one to end. Ever: since the start.",
         ),
     )
 
     def rows(self, state: DashboardState, now: float, width: int, height: int) -> list[Row]:
-        """Two bars with their figures; the most telling ones where there is room for fewer."""
+        """Two bars with their figures. Where rows are few, the most important ones."""
         rows = [*self._paged(state, width), *self._naive(state, width)]
-        return [tuple(cut(_shortened(rows[i], width), width)) for i in sorted(_PRIORITY[:height])]
+        return [tuple(cut(rows[i], width)) for i in sorted(_PRIORITY[:height])]
 
     def _paged(self, state: DashboardState, width: int) -> list[Row]:
         usable, size = state.num_blocks - 1, state.block_size
-        filled, held, slots = state.pool.filled, state.pool.held, usable * size
+        pool = state.pool
+        filled, held, slots = pool.filled, pool.held, usable * size
         parts = (
             (filled, "█", self.ink("active")),
             (held - filled, "░", self.ink("evicted")),
-            (state.pool.cached * size, "▒", self.ink("cached")),
-            (state.pool.free * size, "·", self.ink("free")),
+            (pool.cached * size, "▒", self.ink("cached")),
+            (pool.free * size, "·", self.ink("free")),
         )
-        active, cached, of = state.pool.active, state.pool.cached, f"of {count(usable)} blocks"
-        return [
-            self._bar("paged", parts, width),
-            self._line("referenced", _share(active, usable), f"{count(active)} {of}", "text"),
-            self._line("cached", _share(cached, usable), f"{count(cached)} {of}", "cached"),
-            self._line("filled", _share(filled, slots), f"{count(filled)} of {count(slots)} slots", "active"),
-            self._line("wasted", _waste(filled, held), _held(held), "text"),
-        ]
+
+        def of(blocks: int) -> tuple[str, str]:
+            short = f"{count(blocks)} of {count(usable)}"
+            return f"{short} blocks", short
+
+        peak = (f"{of(pool.peak_blocks)[0]}, {count(pool.peak_filled)} slots filled", *of(pool.peak_blocks))
+        of_slots = f"{count(filled)} of {count(slots)}"
+        lines = (
+            ("referenced", _share(pool.active, usable), of(pool.active), "text"),
+            ("peak", _share(pool.peak_blocks, usable), peak, "text"),
+            ("cached", _share(pool.cached, usable), of(pool.cached), "cached"),
+            ("filled", _share(filled, slots), (f"{of_slots} slots", of_slots), "active"),
+            ("paged waste", _waste(filled, held), _held(held), "text"),
+        )
+        return [self._bar("paged", parts, width), *(self._line(width, *line) for line in lines)]
 
     def _naive(self, state: DashboardState, width: int) -> list[Row]:
         twin = state.twin
@@ -87,26 +100,32 @@ class MemoryPanel(Panel):
             (twin.idle, "·", self.ink("free")),
             (twin.between, "╱", self.ink("muted")),
         )
-        bad = "evicted" if twin.reserved else "text"
         fit, wait = f"{count(len(twin.place))} of {count(twin.running)}", f"{count(len(twin.waiting))} wait"
-        ink = "evicted" if twin.waiting else "text"
-        more = f"{wait}, {count(twin.waited)} ever"
+        more = (f"{wait}, {count(twin.waited)} ever", wait)
         if not twin.running:
-            fit, more = NONE, f"nothing runs; {count(twin.waited)} had to wait so far"
+            fit, more = NONE, (f"nothing runs; {count(twin.waited)} had to wait so far", "nothing runs")
         if not twin.places:
-            fit, more = "none", f"{count(twin.length)} tokens in one piece are more than there are"
+            fit, more = (
+                "none",
+                (f"{count(twin.length)} tokens in one piece are more than there are", "too long"),
+            )
+        waste = _waste(twin.filled, twin.reserved), _held(twin.reserved)
         return [
             self._bar("naive", parts, width),
-            self._line("wasted", _waste(twin.filled, twin.reserved), _held(twin.reserved), bad),
-            self._line("fit", fit, more, ink),
+            self._line(width, "naive waste", *waste, "evicted" if twin.reserved else "text"),
+            self._line(width, "naive fit", fit, more, "evicted" if twin.waiting else "text"),
         ]
 
-    def _line(self, name: str, value: str, more: str, ink: str) -> Row:
+    def _line(self, width: int, name: str, value: str, details: Sequence[str], ink: str) -> Row:
+        """details: the same from long to short. The longest that fits is shown, or none."""
         muted = self.ink("muted")
-        return ((name.ljust(_LABEL), muted), (value.rjust(7), self.ink(ink)), (f" {more}", muted))
+        head = name.ljust(_LABEL), value.rjust(7)
+        room = width - sum(map(len, head)) - 1
+        detail = next((f" {text}" for text in details if len(text) <= room), "")
+        return ((head[0], muted), (head[1], self.ink(ink)), (detail, muted))
 
     def _bar(self, name: str, parts: Sequence[tuple[int, str, Style]], width: int) -> Row:
-        """The parts of one memory side by side in `width` cells, the label included."""
+        """The parts of one memory next to each other in `width` cells, the label included."""
         label = name.ljust(_LABEL) if width >= 2 * _LABEL else ""
         room, total = width - len(label), sum(n for n, _, _ in parts)
         edges = [0, *(round(room * n / max(1, total)) for n in accumulate(n for n, _, _ in parts))]
@@ -117,18 +136,12 @@ class MemoryPanel(Panel):
         return ((label, self.ink("muted")), *cells)
 
 
-def _shortened(row: Row, width: int) -> Row:
-    """Without its last word, the unit, where the row is too long for it."""
-    *head, (text, style) = row
-    return (*head, (text.rpartition(" ")[0], style)) if sum(len(t) for t, _ in row) > width else row
-
-
 def _share(part: int, whole: int) -> str:
     return percent(part, whole) if part else "none"
 
 
-def _held(slots: int) -> str:
-    return f"of {count(slots)} held" if slots else "nothing held"
+def _held(slots: int) -> tuple[str, ...]:
+    return (f"of {count(slots)} held", f"of {count(slots)}") if slots else ("nothing held",)
 
 
 def _waste(filled: int, held: int) -> str:

@@ -51,23 +51,27 @@ async def test_every_figure() -> None:
     state = played(with_max_len(busy(), 2048))
     referenced, cached, filled = counted(state)
     naive = sum(s.num_computed for s in state.requests.sequences.values())
-    async with shown(MemoryPanel(), state, 60, 8) as lines:
+    async with shown(MemoryPanel(), state, 70, 9) as lines:
         said = [line.split() for line in lines]
     assert said[1] == f"referenced {100 * referenced // 545} % {referenced} of 545 blocks".split()
     share = f"{100 * cached // 545} %" if cached else "none"
-    assert said[2] == f"cached {share} {cached} of 545 blocks".split()
-    assert said[3] == f"filled {100 * filled // 8720} % {filled:,} of 8,720 slots".split()
+    pool = state.pool
+    assert pool.peak_blocks >= referenced > 0
+    peak = f"{pool.peak_blocks} of 545 blocks, {pool.peak_filled:,} slots filled"
+    assert said[2] == f"peak {100 * pool.peak_blocks // 545} % {peak}".split()
+    assert said[3] == f"cached {share} {cached} of 545 blocks".split()
+    assert said[4] == f"filled {100 * filled // 8720} % {filled:,} of 8,720 slots".split()
     held = referenced * 16
-    assert said[4] == f"wasted {100 * (held - filled) / held:.1f} % of {held:,} held".split()
-    assert said[6] == f"wasted {100 * (6144 - naive) / 6144:.1f} % of 6,144 held".split()
-    assert said[7] == "fit 3 of 3 0 wait, 0 ever".split()
+    assert said[5] == f"paged waste {100 * (held - filled) / held:.1f} % of {held:,} held".split()
+    assert said[7] == f"naive waste {100 * (6144 - naive) / 6144:.1f} % of 6,144 held".split()
+    assert said[8] == "naive fit 3 of 3 0 wait, 0 ever".split()
     assert naive > filled  # the page is there once, where reservations hold it twice
 
 
 async def test_both_bars_are_to_scale() -> None:
     state = played(with_max_len(busy(), 3000))
-    async with shown(MemoryPanel(), state, 10 + 545, 8) as lines:
-        paged, naive = lines[0][10:], lines[5][10:]
+    async with shown(MemoryPanel(), state, 12 + 545, 9) as lines:
+        paged, naive = lines[0][12:], lines[6][12:]
     referenced, cached, filled = counted(state)
     for glyph, slots in (("█", filled), ("░", referenced * 16 - filled), ("▒", cached * 16)):
         assert abs(paged.count(glyph) - slots / 16) <= 1
@@ -81,48 +85,61 @@ async def test_both_bars_are_to_scale() -> None:
 async def test_who_would_wait() -> None:
     """One reservation of 8,192 tokens fits into 8,736 slots."""
     state = played(busy())
-    async with shown(MemoryPanel(), state, 60, 8) as lines:
-        assert lines[7].split() == "fit 1 of 3 2 wait, 2 ever".split()
-    async with shown(MemoryPanel(), played(with_max_len(busy(), 9000)), 80, 8) as lines:
-        assert "9,000 tokens in one piece are more than there are" in lines[7]
+    async with shown(MemoryPanel(), state, 60, 9) as lines:
+        assert lines[8].split() == "naive fit 1 of 3 2 wait, 2 ever".split()
+    async with shown(MemoryPanel(), played(with_max_len(busy(), 9000)), 80, 9) as lines:
+        assert "9,000 tokens in one piece are more than there are" in lines[8]
 
 
 async def test_at_rest_the_twin_says_that_nothing_runs() -> None:
     stage = Stage(num_blocks=546)
     stage.submit("hello", answer="hi")
     stage.run()
-    async with shown(MemoryPanel(), played(tuple(stage.batches)), 60, 8) as lines:
-        assert lines[7].split() == "fit – nothing runs; 0 had to wait so far".split()
+    async with shown(MemoryPanel(), played(tuple(stage.batches)), 60, 9) as lines:
+        assert lines[8].split() == "naive fit – nothing runs; 0 had to wait so far".split()
 
 
 async def test_at_rest_nothing_is_wasted_and_nothing_is_a_number() -> None:
     stage = Stage(num_blocks=81)
     stage.submit("hello", answer="hi")
     stage.run()
-    async with shown(MemoryPanel(), played(tuple(stage.batches)), 60, 8) as lines:
+    async with shown(MemoryPanel(), played(tuple(stage.batches)), 60, 9) as lines:
         assert lines[1].split() == "referenced none 0 of 80 blocks".split()
-        assert lines[4].split() == "wasted – nothing held".split()
-        assert lines[6].split() == "wasted – nothing held".split()
+        assert lines[5].split() == "paged waste – nothing held".split()
+        assert lines[7].split() == "naive waste – nothing held".split()
 
 
 @pytest.mark.parametrize(
     ("height", "names"),
     [
-        (1, ["referenced"]),
-        (2, ["referenced", "filled"]),
-        (4, ["referenced", "filled", "wasted", "wasted"]),
-        (5, ["paged", "referenced", "filled", "wasted", "wasted"]),
-        (20, ["paged", "referenced", "cached", "filled", "wasted", "naive", "wasted", "fit"]),
+        (1, ["peak"]),
+        (2, ["peak", "filled"]),
+        (4, ["peak", "filled", "paged waste", "naive waste"]),
+        (5, ["referenced", "peak", "filled", "paged waste", "naive waste"]),
+        (
+            20,
+            [
+                "paged",
+                "referenced",
+                "peak",
+                "cached",
+                "filled",
+                "paged waste",
+                "naive",
+                "naive waste",
+                "naive fit",
+            ],
+        ),
     ],
 )
 async def test_what_few_rows_show(height: int, names: list[str]) -> None:
     async with shown(MemoryPanel(), played(busy()), 40, height) as lines:
-        assert [line.split()[0] for line in lines] == names
+        assert [line[:12].rstrip() for line in lines] == names
 
 
 @pytest.mark.parametrize("view", ["ops", "all"])
 @pytest.mark.parametrize(
-    ("size", "rows"), [((100, 30), 5), ((100, 40), 5), ((140, 40), 5), ((160, 36), 5), ((200, 60), 8)]
+    ("size", "rows"), [((100, 30), 5), ((100, 40), 5), ((140, 40), 5), ((160, 36), 5), ((200, 60), 9)]
 )
 async def test_it_stands_once_where_there_is_room(size: tuple[int, int], rows: int, view: str) -> None:
     async with show(size, busy(), view=view) as shown_:
