@@ -35,6 +35,9 @@ STILL = 1.0
 STALE = 0.5
 """Moments older than this when they are read (a seek, a stalled screen) start in the past."""
 
+OVER = SWEEP + AFTERGLOW
+"""The mark of an older moment has gone, but for the hit of a request that still runs."""
+
 Ids = NDArray[np.intp]
 _NONE: Ids = np.zeros(0, np.intp)
 
@@ -51,6 +54,21 @@ class Sweep:
     """Those of `ids` whose content was evicted since: what they hold now was not hit."""
     live: bool = True
     """The request still runs, so its hit blocks stay marked."""
+    _members: set[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._members = set(self.ids.tolist())
+
+    def extend(self, ids: Ids) -> None:
+        """More blocks were hit."""
+        self.ids = np.concatenate((self.ids, np.setdiff1d(ids, self.ids)))
+        self._members.update(ids.tolist())
+        self.gone = np.setdiff1d(self.gone, ids)
+
+    def evict(self, ids: set[int]) -> None:
+        """These blocks lost their content. Most are not of this sweep, so that is found out without numpy."""
+        if not self._members.isdisjoint(ids):
+            self.gone = np.union1d(self.gone, np.array(sorted(self._members & ids), np.intp))
 
     def lit(self, wall: float) -> int:
         """Blocks that the sweep has reached."""
@@ -109,6 +127,8 @@ class Motion:
         self._seen = state.moments.total
         for moment in reversed(list(islice(reversed(state.moments), new))):
             age = state.t - moment.t
+            if age > OVER and self._is_over(state, moment):
+                continue
             self._start(state, moment, wall if age < STALE else wall - age)
         for sweep in self.sweeps.values():
             view = state.requests.get(sweep.request_id)
@@ -119,6 +139,14 @@ class Motion:
         self._evicted = {b: until for b, until in self._evicted.items() if wall < until}
         self._copied = [c for c in self._copied if wall < c[2]]
 
+    @staticmethod
+    def _is_over(state: DashboardState, moment: Moment) -> bool:
+        """An old moment whose mark has gone by now. After a long seek nearly all of them are such."""
+        if moment.kind != "admitted" or moment.request_id is None:
+            return moment.kind == "copied"
+        view = state.requests.get(moment.request_id)
+        return view is None or view.phase != "running"
+
     def _start(self, state: DashboardState, moment: Moment, start: float) -> None:
         ids, rid = moment.ids, moment.request_id
         if moment.kind == "admitted" and rid is not None:
@@ -127,14 +155,14 @@ class Motion:
                 seconds = 0.0 if self.still else min(SWEEP, PER_BLOCK * len(view.hit_ids))
                 self.sweeps[rid] = Sweep(rid, np.asarray(view.hit_ids, np.intp), start, seconds)
         elif moment.kind == "hit" and rid in self.sweeps:  # found later by a running prefill: no second sweep
-            sweep = self.sweeps[rid]
-            sweep.ids = np.concatenate((sweep.ids, np.setdiff1d(ids, sweep.ids)))
+            self.sweeps[rid].extend(np.asarray(ids, np.intp))
         elif moment.kind == "evicted":
+            blocks = {int(b) for b in ids}
             for sweep in self.sweeps.values():
-                sweep.gone = np.union1d(sweep.gone, ids)
+                sweep.evict(blocks)
             until = start + (STILL if self.still else EVICTED)
-            for b in ids:
-                self._evicted[int(b)] = until
+            if self.wall < until:
+                self._evicted.update(dict.fromkeys(blocks, until))
         elif moment.kind == "copied":
             self._copied.append((int(ids[0]), int(ids[1]), start + (STILL if self.still else COPIED)))
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
+import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.events import StepBatch
-from kvtop.paint.motion import Motion
+from kvtop.paint import motion as motion_module
+from kvtop.paint.motion import Motion, Sweep
 from kvtop.state.dashboard import DashboardState
 from kvtop.text import cell_width
 from kvtop.widgets.chat import lookup
@@ -199,3 +202,39 @@ def test_sweep_lights_left_to_right_and_ends() -> None:
     still = Motion(still=True)
     still.update(state, 0.0)
     assert not still.moving
+
+
+def test_after_a_long_way_the_marks_are_those_of_a_display_that_kept_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stage = Stage(num_blocks=100)
+    for n in range(40):
+        stage.submit(f"{n}?", PAGE if n % 4 else f"{n} " + PAGE[::-1])
+        stage.run()
+    stage.submit("What?", PAGE, answer="Notes on the engine.")
+    stage.step(0.041)
+    stage.step()
+    kept_up, state = Motion(), state_of([])
+    for batch in stage.batches:
+        state.apply(batch)
+        kept_up.update(state, 50.0 + state.t)
+    assert state.pool.evictions > 100
+    made: list[int] = []
+    monkeypatch.setattr(motion_module, "Sweep", lambda rid, *a: (made.append(rid), Sweep(rid, *a))[1])
+    late = Motion()
+    late.update(state, 50.0 + state.t)
+    assert set(made) == set(kept_up.sweeps) and len(made) < 15, "requests that ended long ago cost nothing"
+    for motion in (kept_up, late):  # what was just hit sweeps anew after a jump
+        motion.update(state, 51.0 + state.t)
+    assert len(late.hit()) > 10 and late.hit().tolist() == kept_up.hit().tolist()
+    assert set(late.evicted()) == set(kept_up.evicted()) and late.copies == kept_up.copies
+
+
+def test_a_block_that_is_evicted_and_hit_again_is_marked_again() -> None:
+    sweep = Sweep(1, np.array([3, 5, 8], np.intp), 0.0, 0.0)
+    sweep.evict({5, 9})
+    assert sweep.reached(1.0).tolist() == [3, 8]
+    sweep.extend(np.array([9, 5], np.intp))
+    assert sweep.reached(1.0).tolist() == [3, 5, 8, 9]
+    sweep.evict({9})
+    assert sweep.reached(1.0).tolist() == [3, 5, 8]
