@@ -19,12 +19,13 @@ MOST_WAITING = 4 << 20
 """Bytes after which what waits is thrown away: nobody reads this terminal."""
 FORGET = 60.0
 """Seconds without a full buffer after which a slow terminal is taken for a fast one again."""
-FAST = 1e6
-"""Bytes a second from which on a terminal is not slow."""
+FAST = 2.5e5
+"""Bytes a second from which on a terminal is not slow: it takes the largest frames in a few tenths of a second."""
 SLICE = 0.1
 """Seconds for which a slow terminal is given work at once: a key's echo comes behind it."""
-LEAST, MOST = 0.1, 3.0
-"""Seconds between two moments with a full buffer from which the terminal's speed can be told."""
+LEAST, MOST = 0.2, 3.0
+"""Seconds for which the buffer has to have been full without a break, and between two writes at most, so that the
+terminal's speed can be told. A frame that did not fit at once says nothing of it."""
 BUFFER = 20_000
 """Bytes that Linux keeps for a pseudo-terminal before a write fails."""
 
@@ -51,8 +52,9 @@ class Output:
         """When what was written has probably been shown."""
         self._full_at = float("-inf")
         """When the system's buffer was last found full."""
+        self._measured_from = 0.0
         self._taken_since = 0
-        """Bytes that it has taken since then: as many as the terminal has, once it is full again."""
+        """Bytes that the buffer has taken since then. It was full all the time: the terminal has taken as many."""
         self._wakes: asyncio.TimerHandle | None = None
 
     @property
@@ -132,10 +134,12 @@ class Output:
         while self._left and (some := self._write_some()):
             taken += some
         now = time.monotonic()
-        self._taken_since += taken
+        if self._watching:
+            self._measure(now, taken)
         if self._left:
-            self._measure(now)
+            self._full_at = now
             if not self._watching:
+                self._measured_from, self._taken_since = now, 0
                 self._watching = True
                 self._loop.add_writer(self._fd, self._push)
             if len(self._left) > MOST_WAITING:
@@ -152,15 +156,17 @@ class Output:
             if now - self._full_at > FORGET:
                 self._rate = None
 
-    def _measure(self, now: float) -> None:
-        """The buffer is full. A long time since it was so before says nothing: the terminal may have stood still."""
-        since = now - self._full_at
-        if since < LEAST:
+    def _measure(self, now: float, taken: int) -> None:
+        """The terminal has made room for `taken` bytes. After a long time without any it had stood still."""
+        if now - self._full_at > MOST:
+            self._measured_from, self._taken_since = now, 0
             return
-        if since < MOST:
+        self._taken_since += taken
+        since = now - self._measured_from
+        if since >= LEAST:
             rate = self._taken_since / since
             self._rate = rate if rate < FAST else None
-        self._full_at, self._taken_since = now, 0
+            self._measured_from, self._taken_since = now, 0
 
     def _wake(self, at: float) -> None:
         if self._wakes is not None:

@@ -119,9 +119,9 @@ async def test_a_terminal_that_goes_away_is_told_once(reader: Reader) -> None:
 
 async def test_a_slow_terminal_is_left_time(reader: Reader) -> None:
     """At 40 kB/s: the next slice waits until the system's buffer is probably empty."""
-    reading = asyncio.create_task(reader.read(3.0, rate=40_000))
+    reading = asyncio.create_task(reader.read(4.5, rate=40_000))
     for n in range(2):
-        reader.out.write(LONG[:40_000])
+        reader.out.write(LONG[:70_000])
         reader.out.flush()
         while reader.free == n:
             await asyncio.sleep(0.005)
@@ -133,6 +133,17 @@ async def test_a_slow_terminal_is_left_time(reader: Reader) -> None:
     assert 0.1 < time.monotonic() - begin < 2
     await asyncio.sleep(0.05)
     assert reader.free > 2, "it says when"
+    await reading
+
+
+async def test_frames_that_fill_the_buffer_do_not_make_a_terminal_slow(reader: Reader) -> None:
+    """It takes them at once; that few are written says nothing of how many it could take."""
+    reading = asyncio.create_task(reader.read(2.0))
+    for _ in range(8):
+        reader.out.write(LONG[:40_000])
+        await asyncio.sleep(0.2)
+        assert reader.out.limit is None and not reader.out.is_full
+    assert reader.free == 8, "each was more than fitted"
     await reading
 
 
