@@ -1,7 +1,7 @@
-"""Options of the dashboard: what the screen shows and how, apart from the engine's own settings.
+"""Options of the dashboard: what the screen shows and how. The engine's settings are in EngineConfig.
 
-Owns the knobs of the group "display". Plain data, no textual, so that the command line can build it before it knows
-whether a terminal is there.
+Owns the knobs of the group "display". Plain data without Textual, so the command line can build it before it knows
+whether there is a terminal.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _PICTURES = (*_SCREENS, "shot")
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """None is a default that the start finds out. Raises KnobError on a value out of range."""
+    """None: the start chooses the value. Raises KnobError on a value out of range."""
 
     # fmt: off
     theme: Annotated[str | None, Knob("Name of a theme, or a .toml file. Default: kvtop-dark, or ansi under NO_COLOR.", "display", _PICTURES, example="kvtop-light")] = None
@@ -36,15 +36,15 @@ class Options:
     system: str | None = None
     """System message of typed conversations."""
     system_name: str = ""
-    """File it came from."""
+    """The file of the system message."""
     params: SamplingParams = field(default_factory=SamplingParams)
     """For typed prompts."""
     salt: str | None = None
-    """Of typed prompts: they share cached blocks only with the same salt."""
+    """Salt of typed prompts: they share cached blocks only with requests of the same salt."""
     prompts: Sequence[str] = ()
-    """Sent at the start, one conversation each."""
+    """Sent at the start, each in its own conversation."""
     recording: str = ""
-    """File that is being written, for the badge."""
+    """The recording that is being written, for the badge."""
     demo: Scene | None = None
     """Scene to play; the dashboard then starts in key mode."""
 

@@ -1,8 +1,8 @@
-"""Where files lie and what the user's config file says.
+"""The folders of kvtop, and the user's config file.
 
-Owns the folders (data next to the package in a checkout, XDG folders of the user) and the reading of
-`config.toml`: every option by its long name, checked by the same settings as the command line. Precedence: flag over
-variable (`KVTOP_…`) over file over default. What is wrong is one line that names the file and the key.
+Owns the folders (data next to the package in a checkout, XDG folders of the user) and the reading of `config.toml`. Its
+keys are the long names of the options, with the same checks as on the command line. Precedence: flag, then variable
+(`KVTOP_…`), then file, then default. An error is one line that names the file and the key.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from kvtop.values import from_toml
 
 
 def data_folder(name: str) -> Path:
-    """The folder `name` (themes, demos): next to the package in a checkout, otherwise inside it.
+    """The folder `name` (themes, demos): next to the package in a checkout, otherwise inside the package.
 
-    An editable install holds copies inside that go stale, so the checkout's own wins; a stranger's
-    folder next to an installed package does not: a checkout has a pyproject.toml.
+    In an editable install the copies inside the package may be out of date, so the checkout's folder is used. A
+    checkout has a pyproject.toml; without one, a folder next to the package belongs to something else.
     """
     package = Path(__file__).resolve().parent
     checkout = package.parent
@@ -41,18 +41,18 @@ def config_folder() -> Path:
 
 
 def log_file() -> Path:
-    """`$XDG_STATE_HOME/kvtop/kvtop.log`: what would have gone to the terminal while the dashboard had it."""
+    """`$XDG_STATE_HOME/kvtop/kvtop.log`: what was printed while the dashboard used the terminal."""
     return user_state_path("kvtop", appauthor=False) / "kvtop.log"
 
 
 def config_file() -> Path:
-    """The file of KVTOP_CONFIG, else config.toml in the user's folder; need not exist."""
+    """The file named by KVTOP_CONFIG, else config.toml in the user's folder. It need not exist."""
     named = os.environ.get("KVTOP_CONFIG")
     return Path(named).expanduser() if named else config_folder() / "config.toml"
 
 
 def read_toml(path: Path) -> tuple[dict[str, Any], str]:
-    """A TOML file and its text. Raises SetupError: file, line and what is wrong."""
+    """The contents of a TOML file, and its text. Raises SetupError with file, line and reason."""
     try:
         text = path.read_text("utf-8")
         return tomllib.loads(text), text
@@ -60,23 +60,23 @@ def read_toml(path: Path) -> tuple[dict[str, Any], str]:
         raise SetupError(_line(path, 0, f"cannot be read: {error.strerror or error}")) from None
     except UnicodeDecodeError:
         raise SetupError(_line(path, 0, "is not UTF-8 text")) from None
-    except (ValueError, RecursionError) as error:  # ValueError: also a number of thousands of digits
+    except (ValueError, RecursionError) as error:  # ValueError also for a number with thousands of digits
         where = re.search(r" \(at line (\d+), column \d+\)$", str(error))
         what = str(error)[: where.start()] if where else str(error)
         raise SetupError(_line(path, int(where[1]) if where else 0, f"is not TOML: {what}")) from None
 
 
 def wrong(path: Path, text: str, table: str, key: str, what: str) -> SetupError:
-    """The error for `key` in `[table]` (empty: the top) of a file with this text: file, line, key, what."""
+    """The error for `key` in `[table]` of a file with this text. An empty table is the top level."""
     name = f"{table}.{key}" if table else key
     return SetupError(_line(path, _line_of(text, table, key), f"{name}: {what}"))
 
 
 def load_settings(settings: Mapping[str, Setting], path: Path | None = None) -> dict[str, Any]:
-    """Values of the config file by option name with underscores; a file that is not there has none.
+    """Values of the config file by option name with underscores. A missing file has no values.
 
-    Raises SetupError for a key that is no name of `settings` and for a value that its setting does not take. A file
-    named by KVTOP_CONFIG or `path` must exist.
+    Raises SetupError for an unknown key and for a value that its setting does not accept. A file named by KVTOP_CONFIG
+    or `path` must exist.
     """
     file = path or config_file()
     if path is None and "KVTOP_CONFIG" not in os.environ and not file.is_file():
@@ -100,7 +100,7 @@ def load_settings(settings: Mapping[str, Setting], path: Path | None = None) -> 
 
 
 def _line(path: Path, line: int, what: str) -> str:
-    """`file:line: what` in at most 200 characters; a long folder is shortened, never the file's name."""
+    """`file:line: what` in at most 200 characters. Only the start of a long path is cut."""
     home = str(Path.home())
     shown = str(path)
     if shown.startswith(home + os.sep):
@@ -112,7 +112,7 @@ def _line(path: Path, line: int, what: str) -> str:
 
 
 def _line_of(text: str, table: str, key: str) -> int:
-    """Line on which `key` of `[table]` is set, else that of the table's head, else 0 (not written at all)."""
+    """Line on which `key` of `[table]` is set; else the line of `[table]`; else 0."""
     current, head = "", 0
     assignment = re.compile(rf"""\s*["']?{re.escape(key)}["']?\s*[.=]""")
     for number, line in enumerate(text.splitlines(), 1):

@@ -1,7 +1,7 @@
 """Numbers as people read them: one way to write each unit, everywhere on the screen.
 
-Invariants: a missing figure is NONE, never 0; a percentage is floored, so that 100 % means all;
-every text is plain ASCII digits with a unit, of a width that does not jump from frame to frame.
+Invariants: a missing figure is NONE, never 0. A percentage is rounded down, so 100 % means all. Every text is ASCII
+digits with a unit, and its width changes little from frame to frame.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ from __future__ import annotations
 import math
 
 NONE = "–"
-"""No value yet, or none that makes sense (a rate of nothing)."""
+"""There is no value yet, or no meaningful one (a rate of nothing)."""
 
 NOT_HERE = "not in this source"
-"""The source cannot know this figure."""
+"""This source does not have the figure."""
 
 
 def count(n: float | None) -> str:
@@ -58,14 +58,14 @@ def size(number: float | None) -> str:
 
 
 def percent(part: float | None, whole: float | None = 1.0) -> str:
-    """Floored: 1999 of 2000 is 99 %. NONE where the whole is 0 or unknown."""
+    """Rounded down: 1999 of 2000 is 99 %. NONE if the whole is 0 or unknown."""
     if part is None or not whole or math.isnan(part):
         return NONE
     return f"{math.floor(100 * part / whole + 1e-9)} %"
 
 
 def rate(per_second: float | None, unit: str) -> str:
-    """61.3 tok/s -> 61 tok/s, below ten with one digit after the point."""
+    """61.3 tok/s -> 61 tok/s. Below ten it has one digit after the point."""
     if per_second is None or math.isnan(per_second):
         return NONE
     return f"{per_second:.1f} {unit}" if 0 < per_second < 9.95 else f"{per_second:,.0f} {unit}"

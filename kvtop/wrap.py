@@ -1,8 +1,8 @@
-"""Wrapping of text that remembers where it came from.
+"""Wrapping of text into lines, with the way back from a line to its tokens.
 
-Owns the mapping token -> characters -> lines, so that a stretch of text on the screen can be traced to its
-blocks. Invariant: the slices that `wrap` returns are ascending and together hold every character but
-the blanks and newlines at which lines were broken.
+Owns the mapping token -> characters -> lines, so that any part of the text on the screen can be traced to its blocks.
+Invariant: the slices that `wrap` returns are ascending. Together they contain every character except the blanks and
+newlines at which lines were broken.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from kvtop.text import safe_text
 
 
 class Spelling:
-    """Safe text of tokens that come one after the other, and for each the index of its first character.
+    """The safe text of a sequence of tokens, and the index of each token's first character.
 
-    A character whose bytes are spread over tokens belongs to the one that completes it.
+    A character whose bytes are in several tokens belongs to the last of them.
     """
 
     def __init__(self) -> None:
@@ -39,21 +39,23 @@ class Spelling:
 
     @property
     def text(self) -> str:
-        """All of it, an unfinished character as U+FFFD."""
+        """The whole text, with U+FFFD for an unfinished character."""
         rest, _ = self._decoder.getstate()
         return self._text + rest.decode("utf-8", "replace") if rest else self._text
 
 
 def spelled(pieces: Iterable[bytes]) -> tuple[str, list[int]]:
-    """(text, starts) of a whole sequence of tokens, as Spelling has them."""
+    """(text, starts) of a whole sequence of tokens, as in Spelling."""
     spelling = Spelling()
     spelling.add(pieces)
     return spelling.text, spelling.starts
 
 
 def wrap(text: str, width: int) -> list[tuple[int, int]]:
-    """(start, end) of each line of at most `width` cells; breaks at blanks, inside words only where one
-    is too long. A newline always breaks; a text of "" is one empty line."""
+    """(start, end) of each line of at most `width` cells.
+
+    Lines break at newlines and blanks, and inside a word only if it is too long. The text "" is one empty line.
+    """
     lines: list[tuple[int, int]] = []
     if width < 1:
         return lines
@@ -81,7 +83,7 @@ def _broken(text: str, start: int, end: int, width: int) -> list[tuple[int, int]
         if stop == end:
             lines.append((start, end))
             break
-        if stop == start:  # a character wider than the line: nothing else can be done
+        if stop == start:  # a character that is wider than the line
             stop += 1
         blank = text.rfind(" ", start, stop + 1)
         if blank > start:

@@ -1,9 +1,9 @@
-"""Demos: scripted scenes that drive a real engine, in the dashboard, headless, and as a test.
+"""Demos: scripts that drive a real engine, in the dashboard, headless, or as a test.
 
-Owns where demos lie (`demos/` beside the package, else inside it), how one is loaded, and Performance,
-which plays a script. A script is a generator over a Stage: it submits, captions and checks, and yields
-wherever it waits. Invariant: whatever a check has `got` was read from DashboardState, so from events
-alone; the script never looks into the engine. No threads: whoever applies batches calls `tick` after.
+Owns where demos are (`demos/` next to the package, else inside it), how one is loaded, and Performance, which plays a
+script. A script is a generator over a Stage. It submits requests, shows captions, checks results, and yields where it
+waits. Invariant: every value that a check has `got` comes from DashboardState, so from events alone; a script never
+reads the engine. There are no threads: the caller applies batches to the state and then calls `tick`.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Hold:
-    """Yielded after a caption: the dashboard waits for the reader's key, headless goes on."""
+    """Yielded after a caption. The dashboard waits for a key; headless continues."""
 
 
 @dataclass(frozen=True, slots=True)
 class Until:
-    """Yielded to wait: the script goes on once `done()` is true of the state."""
+    """Yielded to wait. The script continues once `done()` is true."""
 
     done: Callable[[], bool]
 
@@ -47,7 +47,7 @@ Script = Iterator[Hold | Until]
 
 @dataclass(frozen=True, slots=True)
 class Demo:
-    """A demo file's `DEMO`. `settings` are EngineConfig fields that the scene needs, such as num_blocks."""
+    """The `DEMO` of a demo file. settings: EngineConfig fields that the scene needs, such as num_blocks."""
 
     name: str
     title: str
@@ -55,12 +55,12 @@ class Demo:
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     def config(self, base: EngineConfig) -> EngineConfig:
-        """`base` (model, device, dtype, ...) with what the scene needs. Raises SetupError."""
+        """`base` (model, device, dtype, ...) with the settings of the scene. Raises SetupError."""
         return replace(base, **self.settings)
 
 
 class Stage:
-    """What a script acts on: it sends requests, tells the reader what happens, checks what events said."""
+    """What a script works with: it sends requests, shows captions, and checks what the events say."""
 
     def __init__(self, engine: Engine, state: DashboardState) -> None:
         self.engine = engine
@@ -70,17 +70,16 @@ class Stage:
         self.figures: dict[str, Any] = {}
         self.failure: str | None = None
         self.warming = False
-        """A warm-up runs, which is no part of the scene."""
+        """The warm-up is running, which is not part of the scene."""
 
     def warm_up(self, *prompts: str, **given: Any) -> tuple[int, ...]:
-        """Send prompts that only make the engine warm; until `begin` the dashboard shows nothing of them.
-        given: as in `submit`."""
+        """Send prompts that only warm up the engine. The dashboard does not show them. given: as in `submit`."""
         self.warming = True
         return tuple(self.submit(prompt, **given) for prompt in prompts)
 
     def begin(self) -> Until:
-        """`yield stage.begin()` once the warm-up is done: the cache is emptied, figures and the numbers of
-        requests start here."""
+        """`yield stage.begin()` after the warm-up: the cache is emptied, and all figures and request numbers start
+        again."""
         self.engine.reset_prefix_cache()
         return Until(self._begins)
 
@@ -101,9 +100,11 @@ class Stage:
         spans: Sequence[tuple[int, int, str, str]] = (),
         ignore_eos: bool = True,
     ) -> int:
-        """Send a greedy request; returns its number in the scene at once. With `ignore_eos` it generates exactly
-        `max_tokens` tokens, so that a scene's sizes are the same with every model. The rest is as in
-        Engine.submit."""
+        """Send a greedy request and return its number in the scene at once.
+
+        With `ignore_eos` it generates exactly `max_tokens` tokens, so a scene has the same sizes with every model. The
+        other parameters are those of Engine.submit.
+        """
         rid = self.engine.submit(
             prompt,
             SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=ignore_eos),
@@ -116,19 +117,19 @@ class Stage:
         return rid - self.state.requests.skipped
 
     def finished(self, *request_ids: int) -> Until:
-        """`yield stage.finished(a, b)`: wait until all of these requests are done."""
+        """`yield stage.finished(a, b)`: wait until all of these requests are finished."""
         return Until(lambda: all(self._is_done(r) for r in request_ids))
 
     def request(self, request_id: int) -> RequestView:
-        """What the events have said about a request so far. Raises KeyError before its RequestQueued."""
+        """The state of a request so far. Raises KeyError before its RequestQueued."""
         return self.state.requests[request_id]
 
     def check(self, name: str, want: Any, got: Any, ok: bool | None = None) -> None:
-        """One line of the verdict; `ok` defaults to want == got."""
+        """Add a line to the verdict. `ok` defaults to want == got."""
         self.checks.append({"name": name, "want": want, "got": got, "ok": want == got if ok is None else ok})
 
     def figure(self, **values: Any) -> None:
-        """More fields of the verdict, such as ttft_cold_ms."""
+        """Add fields to the verdict, such as ttft_cold_ms."""
         self.figures.update(values)
 
     def _begins(self) -> bool:
@@ -148,13 +149,13 @@ class Stage:
 
 
 def page(name: str, paragraphs: int | None = None) -> str:
-    """Text of a shipped page, such as "pages/tides.txt", or only its first paragraphs."""
+    """Text of a shipped page such as "pages/tides.txt", or its first paragraphs."""
     text = (folder() / name).read_text(encoding="utf-8").strip()
     return "\n\n".join(text.split("\n\n")[:paragraphs])
 
 
 def runs(ids: Sequence[int]) -> str:
-    """[7, 8, 9, 4, 3] -> "7–9 4–3": long lists of blocks as people read them."""
+    """[7, 8, 9, 4, 3] -> "7–9 4–3": a list of blocks for people."""
     pairs = to_runs(ids)
     parts = zip(pairs[::2], pairs[1::2], strict=True)
     return " ".join(f"{a}–{a + n - 1 if n > 0 else a + n + 1}" if abs(n) > 1 else str(a) for a, n in parts)
@@ -164,10 +165,9 @@ def runs(ids: Sequence[int]) -> str:
 
 
 class Performance:
-    """One play of a demo. Call `tick` after every application of batches to the state.
+    """One run of a demo. Call `tick` after batches were applied to the state.
 
-    hold: captions wait for `advance` (dashboard) or not (headless). `caption` and `waiting` are what to
-    show; `verdict` is None until the script is over.
+    hold: captions wait for `advance` (dashboard), or do not (headless). verdict: None until the script is over.
     """
 
     def __init__(self, demo: Demo, engine: Engine, state: DashboardState, *, hold: bool) -> None:
@@ -180,24 +180,24 @@ class Performance:
 
     @property
     def caption(self) -> str:
-        """What the reader is told now."""
+        """The text to show now."""
         if self.stage.warming:
             return f"{self.demo.title}. The engine warms up first …"
         return self.stage.captions[-1] if self.stage.captions else self.demo.title
 
     @property
     def waiting(self) -> bool:
-        """True while the next thing to happen is the reader's key."""
+        """The script waits for a key."""
         return isinstance(self._step, Hold)
 
     def advance(self) -> None:
-        """The reader has read the caption."""
+        """The user has read the caption."""
         if isinstance(self._step, Hold):
             self._step = None
             self.tick()
 
     def tick(self) -> bool:
-        """Go on as far as the state allows; True if the script moved."""
+        """Run the script as far as the state allows. Returns whether it continued."""
         moved = False
         while self.verdict is None and self._may_go_on():
             moved = True
@@ -205,7 +205,7 @@ class Performance:
                 self._step = next(self._script)
             except StopIteration:
                 self._close()
-            except Exception as error:  # a demo is somebody's file: its bug is a failed check, not our crash
+            except Exception as error:  # an error in a demo's file is a failed check
                 self._close(f"{type(error).__name__}: {error}")
         return moved
 
@@ -214,7 +214,7 @@ class Performance:
         if fatal is not None:
             self._close(fatal.message)
             return False
-        if self.stage.state.started is None:  # still loading: the script may ask how large the pool is
+        if self.stage.state.started is None:  # loading: the script may need the pool's size
             return False
         if isinstance(self._step, Hold):
             return not self._hold
@@ -249,7 +249,7 @@ class Performance:
 
 
 def folder() -> Path:
-    """Where the shipped demos lie. Raises SetupError."""
+    """The folder of the shipped demos. Raises SetupError."""
     place = data_folder("demos")
     if not (place / "page.txt").is_file():
         raise SetupError("the demos are missing from this installation; install kvtop-tui again")
@@ -257,7 +257,7 @@ def folder() -> Path:
 
 
 def load(name: str) -> Demo:
-    """The demo of this name, or of a .py file. Raises SetupError with the names there are."""
+    """The demo with this name, or in this .py file. Raises SetupError that lists the names."""
     if name.endswith(".py"):
         return _load_file(Path(name).expanduser())
     demos = {d.name: d for d in all_demos()}
@@ -267,7 +267,7 @@ def load(name: str) -> Demo:
 
 
 def all_demos() -> list[Demo]:
-    """Every demo that is shipped, by name."""
+    """All shipped demos, by name."""
     return sorted((_load_file(p) for p in folder().glob("*.py")), key=lambda d: d.name)
 
 
@@ -290,7 +290,7 @@ def _load_file(path: Path) -> Demo:
     try:
         spec.loader.exec_module(module)
     except Exception as error:
-        raise SetupError(f"{path.name} does not load: {type(error).__name__}: {error}"[:200]) from error
+        raise SetupError(f"{path.name} cannot be loaded: {type(error).__name__}: {error}"[:200]) from error
     demo = getattr(module, "DEMO", None)
     if not isinstance(demo, Demo):
         raise SetupError(f"{path.name} has no DEMO = Demo(name, title, script); see demos/cache_hit.py")
@@ -312,12 +312,12 @@ def run_headless(
     out: TextIO | None = None,
     err: TextIO | None = None,
 ) -> int:
-    """Play `demo` without a terminal: captions go to `err`, the verdict is the last line of `out`.
+    """Play `demo` without a terminal: captions go to `err`, and the verdict is the last line of `out`.
 
-    record: file that gets the batches; sinks get them too; build stands in for Engine's own (a toy in
-    tests). Returns the exit code: 0; 1 when a check failed or the recording ended early; 143 after SIGTERM, 129
-    after SIGHUP, 130 after ctrl+c, and then there is no verdict. Raises SetupError when the engine cannot start
-    or the recording cannot be written.
+    record: a file for the batches. sinks: they get the batches too. build: replaces that of Engine (a toy in tests).
+    Returns the exit code: 0; 1 if a check failed or the recording ended early; 143 after SIGTERM, 129 after SIGHUP and
+    130 after ctrl+c, without a verdict. Raises SetupError if the engine cannot start or the recording cannot be
+    written.
     """
     from kvtop.record.recorder import Recorder
     from kvtop.state.dashboard import DashboardState
@@ -372,7 +372,7 @@ def _play(
 
 
 def verdict_text(verdict: Mapping[str, Any]) -> str:
-    """The verdict for people: a line a check, then the sum."""
+    """The verdict for people: a line for each check, then the sum."""
     checks = verdict["checks"]
     lines = [
         f"{'ok ' if c['ok'] else 'NOT'}  {c['name']}: {c['got']}"

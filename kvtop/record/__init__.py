@@ -1,1 +1,1 @@
-"""Recordings: written, read, redacted, and proved."""
+"""Recordings: writing, reading, redacting and verifying them."""

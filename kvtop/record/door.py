@@ -1,10 +1,9 @@
-"""Door: what the batches of a recording may claim. Every reader of a file gets its batches through here.
+"""Door: checks the batches of a recording before any reader gets them.
 
-Owns the checks that go over more than one number; the range of a single one belongs to its field in
-engine.events and is checked while it is decoded. Invariant: behind the door no number is negative, huge or
-missing where its field forbids that, columns have equal lengths, ids lie inside the pool, and no claim makes a
-reader allocate or loop beyond a small multiple of the file's own size and of MOST_BLOCKS.
-It says nothing about truth: whether events follow from each other is what verify checks.
+Owns the checks over more than one number. The range of a single number belongs to its field in engine.events and is
+checked while it is decoded. Invariant: after the door every number is in the range of its field, columns have equal
+lengths, ids are inside the pool, and no value makes a reader allocate or loop beyond a small multiple of the file's
+size and of MOST_BLOCKS. The door does not check whether the events are true; that is what verify does.
 """
 
 from __future__ import annotations
@@ -16,13 +15,13 @@ from typing import Any
 from engine import events as ev
 
 MOST_BLOCKS = 1 << 22
-"""Physical blocks. A reader needs up to 300 bytes for each."""
+"""Physical blocks. A reader needs up to 300 bytes for each of them."""
 MOST_BLOCK_SIZE = 1 << 14
-"""Tokens in a block; readers count the filled slots of a block as int16."""
+"""Tokens in a block. Readers keep the filled slots of a block as int16."""
 MOST_STEP_TOKENS = 1 << 20
-"""Tokens that one step may sample."""
+"""Tokens that one step can sample."""
 MOST_PROMPT = 1 << 24
-"""Tokens of a prompt, where only its spans say how long it is."""
+"""Tokens of a prompt whose length only its spans give."""
 MOST_BRANCHES = 1024
 """Samples or beams of one request."""
 
@@ -32,14 +31,14 @@ class Refused(Exception):
 
 
 class Door:
-    """One stream. `check` may see a batch again, as a reader does that seeks."""
+    """The door of one stream. `check` may get a batch twice, because readers seek."""
 
     def __init__(self) -> None:
         self.num_blocks = 0
         """0 before EngineStarted."""
         self.block_size = 1
         self.num_tokens = 0
-        """What the pool holds, and so the most that one sequence can hold."""
+        """Tokens in the whole pool, so the most that one sequence can have."""
         self._checks: dict[type, Callable[[Any], None]] = {
             ev.EngineStarted: self._started,
             ev.BlocksAllocated: self._ids,
@@ -61,7 +60,7 @@ class Door:
         }
 
     def check(self, batch: ev.StepBatch) -> None:
-        """Raises Refused at the first claim that cannot be."""
+        """Raises Refused at the first impossible value."""
         checks = self._checks
         for e in batch.events:
             check = checks.get(type(e))
@@ -75,7 +74,7 @@ class Door:
         _within("EngineStarted.block_size", e.block_size, 1, MOST_BLOCK_SIZE)
         if e.hash_seed is not None:
             _within("EngineStarted.hash_seed", e.hash_seed, 0, (1 << 64) - 1)
-        if not self.num_blocks:  # a second one is a broken law, and changes no pool
+        if not self.num_blocks:  # a second EngineStarted is a broken law and changes nothing here
             self.num_blocks, self.block_size = e.num_blocks, e.block_size
             self.num_tokens = e.num_blocks * e.block_size
 
@@ -119,12 +118,14 @@ class Door:
             ("queue", e.queue[::2], e.queue[1::2]),
         ):
             if 0 in count or sum(map(abs, count)) >= n:
-                raise Refused(f"PoolSnapshot.{name} counts other blocks than the pool's {n - 1:,}")
+                raise Refused(
+                    f"PoolSnapshot.{name} has a count of 0, or more blocks than the pool's {n - 1:,}"
+                )
             ends = [f + c - (1 if c > 0 else -1) for f, c in zip(first, count, strict=True)]
             if ends and not (min(ends) > 0 and max(ends) < n):
                 raise Refused(f"PoolSnapshot.{name} names a block outside 1..{n - 1:,}")
         if e.refs and max(e.refs[2::3]) > MOST_BLOCKS:
-            raise Refused("PoolSnapshot.refs has a reference count that cannot be")
+            raise Refused("PoolSnapshot.refs has an impossible reference count")
         self._blocks(e, "hashed_ids", e.hashed_ids)
         _columns(e, "hashed_ids", "hashes")
         _columns(e, "seq_ids", "tables", "computed")
@@ -207,7 +208,7 @@ class Door:
         raise Refused(f"{where}: block {block:,} is outside the pool, 1 to {self.num_blocks - 1:,}")
 
     def _tokens(self, e: ev.Event, name: str, tokens: Sequence[int]) -> None:
-        """What one sequence holds cannot be more than the pool holds."""
+        """One sequence cannot have more tokens than fit in the pool."""
         if tokens and max(tokens) > self.num_tokens:
             raise Refused(
                 f"{type(e).__name__}.{name} is {max(tokens):,}, the pool holds {self.num_tokens:,} tokens"

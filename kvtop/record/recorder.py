@@ -1,9 +1,9 @@
-"""Recorder: writes a stream of batches to a file, in a thread of its own.
+"""Recorder: writes a stream of batches to a file, in a separate thread.
 
-Owns the queue between the engine and the disk, and the file while it grows. The engine's side only puts a
-batch into a bounded queue. A full or stalled disk ends the recording, never the engine, and is reported once. The
-file then lacks its closing PoolSnapshot and EngineStopped: every reader sees that it is truncated. A file that
-somebody else has written, or is writing, is never touched.
+Owns the queue between the engine and the disk, and the file while it is written. The engine only puts batches into a
+queue of limited length. A full or blocked disk ends the recording, not the engine, and is reported once. The file then
+has no closing PoolSnapshot and EngineStopped, so every reader sees that it is truncated. Invariant: a file that has
+contents, or that another process writes, is never changed.
 """
 
 from __future__ import annotations
@@ -29,20 +29,21 @@ from kvtop.record.recording import RecordingError, header_line
 from kvtop.record.redact import Redactor
 
 KEY_FRAME_S = 5.0
-"""Seconds of the batches' clock between the snapshots that it asks for."""
+"""Seconds on the batches' clock between the snapshots that the recorder asks for."""
 HASHES_A_BATCH = 8
-"""Hashes of the last snapshot for which at least one batch lies before the next: about half the bytes then."""
+"""For this many hashes in the last snapshot, one batch must come before the next. Snapshots are then about half of the
+file."""
 FLUSH_S = 0.5
-"""Seconds after which what was written is handed to the system, so that a crash loses little."""
+"""Seconds between flushes to the system, so that a crash loses little."""
 CAPACITY = 8192
 """Batches that may wait for the disk: over a minute of a busy engine."""
 
 
 class Recorder:
-    """A sink for Engine.subscribe; `close` after the engine has stopped.
+    """A sink for Engine.subscribe. Call `close` after the engine has stopped.
 
-    request_snapshot: the engine's, called every 5 s of `t` in which the pool changed. on_problem: called
-    once, from the writer's thread, with one line, when the recording ends early.
+    request_snapshot: the engine's method; it is called every 5 s of `t` if the pool has changed. on_problem: called
+    once, in the writer's thread, with one line, if the recording ends early.
     """
 
     def __init__(
@@ -55,12 +56,13 @@ class Recorder:
         capacity: int = CAPACITY,
         patient: bool = False,
     ) -> None:
-        """`.gz` at the end of the name compresses. patient: the engine waits for the disk, where its time
-        is simulated. Raises RecordingError when the file cannot be made or exists already; a
-        device, a pipe or an empty file may exist."""
+        """A name that ends with `.gz` is compressed. patient: the engine waits for the disk (for simulated time).
+
+        Raises RecordingError if the file cannot be created or exists. A device, a pipe or an empty file may exist.
+        """
         self.path = Path(path).expanduser()
         self.failed: str | None = None
-        """Why the recording ended early, one line; None as long as it goes well."""
+        """Why the recording ended early, in one line; None if it did not."""
         self.batches = 0
         self._started = False
         """EngineStarted was written."""
@@ -72,13 +74,13 @@ class Recorder:
         self._changed = False
         self._last_snapshot: float | None = None
         self._taken = self._taken_then = 0
-        """Batches so far, and at the last snapshot."""
+        """Batches so far, and batches at the last snapshot."""
         self._spacing = 0
         self._flushed = 0.0
         try:
             descriptor, self._made = _opened(self.path)
             self._raw = os.fdopen(descriptor, "wb", buffering=1 << 16)
-            # The fastest level: three quarters of the best one's gain at a fifth of its time.
+            # The fastest level saves three quarters of what the best level saves, in a fifth of its time.
             self._zip = gzip.GzipFile("", "wb", 1, self._raw, 0) if self.path.suffix == ".gz" else None
             self._file.write(header_line())
             self._flush()
@@ -88,7 +90,7 @@ class Recorder:
         self._thread.start()
 
     def __call__(self, batch: StepBatch) -> None:
-        """Take a batch (in the engine's thread); waits only if `patient`."""
+        """Queue a batch (in the engine's thread). Waits only if `patient`."""
         if self.failed is not None:
             return
         try:
@@ -99,7 +101,7 @@ class Recorder:
         self._watch(batch)
 
     def close(self, timeout: float = 10.0) -> None:
-        """Write what waits and close the file; gives up on a disk that does not answer in `timeout` s."""
+        """Write the waiting batches and close the file. Gives up if the disk does not answer in `timeout` s."""
         end = time.monotonic() + timeout
         with suppress(queue.Full):
             self._queue.put(None, timeout=timeout)
@@ -122,7 +124,7 @@ class Recorder:
         self._guard(self._finish)
 
     def _next(self) -> list[StepBatch | None]:
-        """Everything that waits, at least one item."""
+        """All waiting items, at least one."""
         try:
             items = [self._queue.get(timeout=FLUSH_S)]
         except queue.Empty:
@@ -149,27 +151,28 @@ class Recorder:
             self._flush()
 
     def _watch(self, batch: StepBatch) -> None:
-        """Asks for the next key-frame once it is due (in the engine's thread, so at the same place each time)."""
+        """Ask for the next key-frame once it is due. In the engine's thread, so that its position does not depend on
+        the disk."""
         self._taken += 1
         for e in batch.events:
             if type(e) in POOL_EVENTS:
                 self._changed = True
             elif type(e) is PoolSnapshot:
                 self._begin_frame(batch)
-                # of a large pool it is as long as many batches: it must not become most of the file
+                # A snapshot of a large pool is as long as many batches. Snapshots must not become most of the file.
                 self._spacing = len(e.hashed_ids) // HASHES_A_BATCH
         if self._last_snapshot is None:
             self._last_snapshot = batch.t
         due = batch.t - self._last_snapshot >= KEY_FRAME_S and self._taken - self._taken_then >= self._spacing
         if self._changed and due and self._request_snapshot:
-            self._begin_frame(batch)  # what it asked for will show the rest
+            self._begin_frame(batch)  # the snapshot that is asked for will contain the changes until then
             self._request_snapshot()
 
     def _begin_frame(self, batch: StepBatch) -> None:
         self._changed, self._last_snapshot, self._taken_then = False, batch.t, self._taken
 
     def _guard(self, work: Callable[[], None]) -> None:
-        """Do `work` unless the recording has ended early; an error of the disk ends it."""
+        """Do `work` unless the recording has ended early. An error of the disk ends it."""
         if self.failed is None:
             try:
                 work()
@@ -181,7 +184,7 @@ class Recorder:
             self._zip.close()
         self._raw.close()
         if self._made and not self._started:
-            self.path.unlink(missing_ok=True)  # the engine never started: the next try needs the name
+            self.path.unlink(missing_ok=True)  # the engine never started: free the name for the next try
 
     def _flush(self) -> None:
         self._flushed = time.monotonic()
@@ -201,9 +204,11 @@ _DESCRIPTOR = re.compile(r"/dev/(?:fd/(\d+)|(stdin)|(stdout)|(stderr))")
 
 
 def _opened(path: Path) -> tuple[int, bool]:
-    """(a descriptor to write to that nobody else writes to, whether the file was made here). A file that exists is
-    never overwritten, unless it is empty. The lock on a file goes with its process, however that ends. Raises
-    OSError, RecordingError."""
+    """(descriptor for writing, whether the file was created here).
+
+    A file that exists is never overwritten, unless it is empty. The file is locked against other recorders until this
+    process ends in any way. Raises OSError, RecordingError.
+    """
     own = _DESCRIPTOR.fullmatch(str(path))
     if own is not None:
         return os.dup(int(own[1]) if own[1] else (own.lastindex or 2) - 2), False
@@ -230,4 +235,4 @@ def _lock(path: Path, descriptor: int) -> None:
     except OSError as error:
         if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
             raise RecordingError(path, "is being written by another kvtop; record to another name") from None
-        # A file system without locks: what is left is that only an empty file is written to.
+        # The file system has no locks. An existing file is still written to only if it is empty.

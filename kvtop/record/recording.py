@@ -1,8 +1,8 @@
-"""The file format of recordings: one header line, then one StepBatch a line, plain or gzip.
+"""The file format of recordings: a header line, then one StepBatch in each line, plain or gzip.
 
-Owns the header and the reading. Invariant: whatever a file contains, a reader gets either batches or one
-RecordingError of one line that names the line number. Every batch has passed the door (door.py), and the length
-of a line is bounded before it is read.
+Owns the header and the reading. Invariant: whatever a file contains, a reader gets batches or a RecordingError, which
+is one line with the line number. Every batch has passed the door (door.py), and the length of a line is limited while
+it is read.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ LONGEST_LINE = 256 << 20
 
 
 class RecordingError(SetupError):
-    """A file that cannot be read as a recording, or not to its end. `line` counts from 1, 0 is none."""
+    """A file that cannot be read as a recording, or not to its end. line: counts from 1; 0: none."""
 
     truncated = False
-    """The file ends too early: what came before this line is whole."""
+    """The file ends too early. Everything before this line is complete."""
 
     def __init__(self, path: Path, what: str, line: int = 0) -> None:
         where = f"{safe_text(path.name)[-60:]}" + (f": line {line:,}" if line else "")
@@ -42,30 +42,33 @@ class RecordingError(SetupError):
 
 
 class TruncatedError(RecordingError):
-    """A recording that was not closed, or whose end is lost."""
+    """A recording that was not closed, or whose end is missing."""
 
     truncated = True
 
 
 class ClaimError(RecordingError):
-    """A line that is a batch by its form, with a field that cannot be what it says."""
+    """A line that has the form of a batch, with an impossible value in a field."""
 
 
 class Header(msgspec.Struct):
-    """First line of a recording: the version that wrote it and the major version of its events."""
+    """First line of a recording: the version of kvtop that wrote it, and the major version of its events."""
 
     kvtop: str
     schema: int
 
 
 def header_line() -> bytes:
-    """What a recording begins with, newline included."""
+    """The first line of a recording, including the newline."""
     return msgspec.json.encode(Header(__version__, SCHEMA)) + b"\n"
 
 
 def read(path: str | Path) -> Iterator[StepBatch]:
-    """Batches in order. Raises RecordingError when it cannot be opened, is no recording, has a newer
-    schema, or as soon as a line cannot be read (a file cut off in the middle of one, for example)."""
+    """Batches in order.
+
+    Raises RecordingError if the file cannot be opened, is no recording or has a newer schema, and at the first line
+    that cannot be read (if the file is cut off, for example).
+    """
     path = Path(path)
     door = Door()
     with open_recording(path) as file:
@@ -74,8 +77,11 @@ def read(path: str | Path) -> Iterator[StepBatch]:
 
 
 def read_readable(path: str | Path, take: Callable[[StepBatch], Any]) -> str | None:
-    """Hands every batch that can be read to `take`. Returns None, or what is missing where the recording ends too
-    early, in one line. Raises RecordingError where nothing can be read and where a line is wrong."""
+    """Calls `take` with every batch that can be read.
+
+    Returns None, or one line that says what is missing if the recording ends too early. Raises RecordingError if
+    nothing can be read or a line is wrong.
+    """
     path, number, ended = Path(path), 0, False
     try:
         for batch in read(path):
@@ -90,13 +96,13 @@ def read_readable(path: str | Path, take: Callable[[StepBatch], Any]) -> str | N
         raise RecordingError(path, "holds no batch of events")
     if not ended:
         missing = "the end is missing (no EngineStopped); shown is what came before"
-        return str(TruncatedError(path, missing, number + 2))  # the header is a line, too
+        return str(TruncatedError(path, missing, number + 2))  # the header is a line too
     return None
 
 
 @contextmanager
 def open_recording(path: Path) -> Iterator[BinaryIO]:
-    """The file after its header, uncompressed. Raises RecordingError."""
+    """The file after its header, decompressed. Raises RecordingError."""
     try:
         raw = path.open("rb")
     except OSError as error:
@@ -110,7 +116,7 @@ def open_recording(path: Path) -> Iterator[BinaryIO]:
 
 
 def lines(path: Path, file: BinaryIO, first: int = 2) -> Iterator[tuple[int, bytes]]:
-    """(line number, line without its newline) of the rest of `file`. Raises RecordingError."""
+    """(line number, line without newline) for the rest of `file`. Raises RecordingError."""
     number = first
     while line := _line(path, file, number):
         if not line.endswith(b"\n") and not _is_whole(line):
@@ -121,7 +127,7 @@ def lines(path: Path, file: BinaryIO, first: int = 2) -> Iterator[tuple[int, byt
 
 
 def parse(path: Path, number: int, line: bytes, door: Door) -> StepBatch:
-    """One line, checked by `door`, which knows what came before. Raises RecordingError."""
+    """The batch in one line. `door` has seen the lines before it. Raises RecordingError."""
     try:
         batch = decode_batch(line)
         door.check(batch)
@@ -141,7 +147,7 @@ _FIELD = re.compile(r"(?:(\w+): )?(.*) - at `\$\.?(.*)`")
 
 
 def _with_field(error: str) -> str:
-    """ "TokensSampled: Expected `int` >= 0 - at `$.counts[0]`" with the field first."""
+    """A message like "TokensSampled: Expected `int` >= 0 - at `$.counts[0]`" with the field at its start."""
     found = _FIELD.fullmatch(error)
     if found is None:
         return f"is not a batch of events: {error}"
@@ -150,7 +156,7 @@ def _with_field(error: str) -> str:
 
 
 def _not_finite(line: bytes) -> str | None:
-    """The first field that is NaN or Infinity, which JSON does not have but some writers write."""
+    """The first field that is NaN or Infinity. JSON has neither, but some programs write them."""
     try:
         return next(_not_finite_in("", json.loads(line)), None)
     except (ValueError, RecursionError):
@@ -171,8 +177,11 @@ def _not_finite_in(field: str, value: Any) -> Iterator[str]:
 
 
 class _Unzipped(io.RawIOBase):
-    """What a gzip file holds, as far as it goes: whatever can be unpacked comes before the EOFError of a
-    file that was never closed. A damaged one (zlib.error) loses at most what PIECE bytes unpack to."""
+    """The decompressed contents of a gzip file, as far as they can be read.
+
+    A file that was never closed gives everything before its EOFError. In a damaged file (zlib.error) at most the
+    contents of PIECE compressed bytes are lost.
+    """
 
     PIECE = 1024
 
@@ -188,7 +197,7 @@ class _Unzipped(io.RawIOBase):
     def readinto(self, buffer: Any) -> int:
         """Raises EOFError, zlib.error, OSError."""
         while True:
-            if self._zip.eof:  # another member may follow, or padding
+            if self._zip.eof:  # another gzip member or padding may follow
                 self._packed = self._zip.unused_data.lstrip(b"\0") or self._raw.read(self.PIECE).lstrip(b"\0")
                 if not self._packed:
                     return 0
@@ -250,4 +259,4 @@ def _check_header(path: Path, line: bytes) -> None:
             f"({__version__}) reads up to schema {SCHEMA}: update it",
         )
     if header.schema < 1:
-        raise RecordingError(path, f"claims schema {header.schema}, which never was")
+        raise RecordingError(path, f"has schema {header.schema}, which does not exist")

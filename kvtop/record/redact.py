@@ -1,9 +1,8 @@
-"""Redactor: the same stream without what was said.
+"""Redactor: the same stream without any text.
 
-Owns what is private: prompt, sampled and stored token ids, pieces, text, names, stop strings, messages and
-the hash seed. Hashes are keyed anew, each always to the same value, so that a redacted stream still
-replays and verifies; only recomputing hashes is no longer possible, and nobody can confirm a guess
-of the text by hashing it.
+Owns what is private: prompt, sampled and stored token ids, token bytes, text, names, stop strings, messages and the
+hash seed. Each hash is replaced by a keyed hash of it, so a redacted stream can still be replayed and verified.
+Invariant: no guess of the text can be confirmed by hashing it; verify cannot recompute the hashes either.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from msgspec.structs import replace
 from engine import events as ev
 
 _WORDS = {"stop", "stop_token_ids", "bad_words", "bad_word_ids", "logit_bias"}
-"""Parameters of a request that may say what it is about."""
+"""Parameters of a request that may contain words of its text."""
 
 
 class Redactor:
@@ -28,7 +27,7 @@ class Redactor:
         self._key = secrets.token_bytes(32)
 
     def __call__(self, batch: ev.StepBatch) -> ev.StepBatch:
-        """The batch with every private field emptied."""
+        """The batch without its private fields."""
         rules = self._rules
         events = [rules[type(e)](self, e) if type(e) in rules else e for e in batch.events]
         return replace(batch, events=events)
@@ -46,7 +45,7 @@ class Redactor:
         return replace(e, hash_seed=None, capabilities=[c for c in e.capabilities if c != "text"])
 
     def _queued(self, e: ev.RequestQueued) -> ev.RequestQueued:
-        # The spans keep telling how long the prompt was; without any, one does.
+        # The spans give the length of the prompt. If there are none, one span is added for it.
         spans = [(start, end, role, "") for start, end, role, _ in e.spans]
         if not spans and e.prompt_token_ids:
             spans = [(0, len(e.prompt_token_ids), "user", "")]

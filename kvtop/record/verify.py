@@ -1,8 +1,8 @@
-"""verify: is a recording whole and true?
+"""verify: is a recording complete and consistent?
 
-Owns the frame: the numbering of batches and events, the clock, what a stream begins and ends with, and the
-report. What events mean is checked by Audit, the pool's transitions by PoolMirror. A violation is one line
-that names the batch.
+Owns the checks of the frame (the numbers of batches and events, the clock, the first and last events) and the report.
+Audit checks the meaning of events, PoolMirror the transitions of the pool. A violation is one line that names the
+batch.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from kvtop.record.audit import Audit, Broken
 from kvtop.record.recording import RecordingError, read
 
 MOST_VIOLATIONS = 100
-"""Violations kept; one missing event may break many laws after it."""
+"""Violations that are kept. One missing event can cause many more."""
 SHOWN_VIOLATIONS = 5
-"""Violations shown to people."""
+"""Violations that are printed."""
 
 
 @dataclass(slots=True)
 class Report:
-    """ok: nothing was violated. notes: what could not be checked in this recording."""
+    """ok: there is no violation. notes: what could not be checked in this recording."""
 
     ok: bool = True
     batches: int = 0
@@ -32,11 +32,11 @@ class Report:
     violations: list[str] = field(default_factory=list)
     """The first MOST_VIOLATIONS."""
     found: int = 0
-    """All of them."""
+    """Number of all violations."""
     notes: list[str] = field(default_factory=list)
 
     def lines(self) -> list[str]:
-        """For people: the first violations, which the others mostly follow from, the notes, and the sum."""
+        """For people: the first violations, which usually cause the others; the notes; the sum."""
         shown = self.violations[:SHOWN_VIOLATIONS]
         more = self.found - len(shown)
         rest = (
@@ -55,7 +55,7 @@ class Report:
 
 
 def verify(path: str | Path) -> Report:
-    """Check a file. Raises RecordingError if it is no recording at all; damage further on is a violation."""
+    """Check a file. Raises RecordingError if it is no recording. Damage after the first line is a violation."""
     return verify_batches(read(path))
 
 
@@ -100,7 +100,7 @@ class _Frame:
             self.say(f"t went back from {self._t} to {batch.t}", n)
         if not batch.events:
             self.say("a batch without events", n)
-        # Go on from what this batch says: one gap is one violation.
+        # Continue with the numbers of this batch, so that one gap is one violation.
         self.report.batches = n + 1
         self._events = batch.first_event + len(batch.events)
         self._t = batch.t

@@ -1,9 +1,9 @@
-"""What lies in each block: its columns for all that draws them, and everything about one of them.
+"""The contents of the blocks: columns over all blocks for drawing, and everything about one block.
 
-Owns what the engine's pool itself does not know: slots filled (that belongs to the sequences), birth, last use, hits
-and the last sequence of each block, and which blocks changed since they were last drawn. Plain lists take the events,
-since single writes into numpy arrays cost five times as much; the numpy columns are brought up to date, for the
-changed blocks only, when somebody reads them.
+Owns what the engine's pool does not keep: the filled slots, the time of birth and of the last use, the hits and the
+last sequence of each block, and which blocks have changed since they were last drawn. Events write into plain lists,
+since a single write into a numpy array costs five times as much. The numpy columns are updated when they are read, and
+only for the blocks that have changed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class BlockState(IntEnum):
-    """What a cell shows. FILLING: one reference, slots still empty; SHARED: two references or more."""
+    """What a cell shows. FILLING: one reference and empty slots. SHARED: two references or more."""
 
     FREE = 0
     CACHED = 1
@@ -34,7 +34,7 @@ class BlockState(IntEnum):
 
 
 class BlockColumns(Copied):
-    """Indexed by physical block id; the null block 0 is among them."""
+    """Indexed by physical block id, including the null block 0."""
 
     __slots__ = ("_changed", "_columns", "_dirty", "born", "fill", "hits", "last_seq", "touched")
 
@@ -42,17 +42,17 @@ class BlockColumns(Copied):
         self.fill = [0] * num_blocks
         """Slots written."""
         self.hits = [0] * num_blocks
-        """Look-ups that read the present content."""
+        """Cache hits on the present content."""
         self.last_seq = [-1] * num_blocks
-        """The sequence that used it last, -1 for none."""
+        """The sequence that used the block last; -1: none."""
         self.touched = [0.0] * num_blocks
-        """Seconds: last write, hit or release."""
+        """Time of the last write, hit or release, in seconds."""
         self.born = [0.0] * num_blocks
-        """Seconds: when the present content began."""
+        """Time at which the present content began, in seconds."""
         self._changed: set[int] = set()
-        """Differ from the columns."""
+        """Blocks whose columns are out of date."""
         self._dirty: set[int] | None = None
-        """Differ from what was drawn last; None: all of them."""
+        """Blocks that may differ from what was drawn last. None: all blocks."""
         self._columns: dict[str, npt.NDArray[Any]] = {
             "ref": np.zeros(num_blocks, np.int32),
             "order": np.arange(num_blocks, dtype=np.int64),
@@ -66,13 +66,13 @@ class BlockColumns(Copied):
         }
 
     def read(self, name: str, mirror: PoolMirror) -> npt.NDArray[Any]:
-        """[num_blocks] The column as of now; not to be written."""
+        """[num_blocks] The column, up to date. Readers must not change it."""
         if self._changed:
             self._sync(mirror)
         return self._columns[name]
 
     def take_dirty(self, mirror: PoolMirror) -> npt.NDArray[np.int64]:
-        """Blocks that may look different from the last call, each once, in no order."""
+        """Blocks that may look different since the last call, each once, in any order."""
         if self._changed:
             self._sync(mirror)
         if self._dirty is None:
@@ -83,15 +83,15 @@ class BlockColumns(Copied):
         return ids
 
     def mark_all_dirty(self) -> None:
-        """All blocks may look different from what was drawn last."""
+        """Every block may look different from what was drawn last."""
         self._dirty = None
 
     def change(self, blocks: Iterable[int]) -> None:
-        """These differ from the columns now."""
+        """The columns of these blocks are out of date."""
         self._changed.update(blocks)
 
     def begin(self, b: int, seq_id: int, t: float, fill: int) -> None:
-        """New content in this block."""
+        """New content begins in this block."""
         self.fill[b] = fill
         self.hits[b] = 0
         self.last_seq[b] = seq_id
@@ -99,7 +99,7 @@ class BlockColumns(Copied):
         self._changed.add(b)
 
     def write(self, b: int, slots: int, t: float) -> None:
-        """So many slots are written now."""
+        """The number of written slots of a block has changed."""
         self.fill[b] = slots
         self.touched[b] = t
         self._changed.add(b)
@@ -109,7 +109,7 @@ class BlockColumns(Copied):
         if self._dirty is not None:
             self._dirty |= self._changed
         self._changed.clear()
-        # itemgetter returns a bare item for one index; the last one twice keeps it a tuple.
+        # For a single index itemgetter returns no tuple, so the last index is given twice.
         pick = itemgetter(*ids, ids[-1])
         at, c = np.array([*ids, ids[-1]]), self._columns
         ref = c["ref"][at] = pick(mirror.ref)
@@ -133,8 +133,11 @@ class BlockColumns(Copied):
 
 
 class BlockInfo(NamedTuple):
-    """Everything known about one block. owners: (request_id or None, index in its table); age in seconds
-    since its present content began; eviction_place: 0 is the next to go, None while referenced."""
+    """Everything that is known about one block.
+
+    owners: (request_id or None, index in its table). age_s: seconds since the present content began. eviction_place: 0
+    is evicted next; None while the block is referenced.
+    """
 
     id: int
     state: BlockState

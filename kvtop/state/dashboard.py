@@ -1,9 +1,9 @@
-"""DashboardState: everything that the screen, the headless summary and the demos' verdicts know.
+"""DashboardState: everything that the screen, the headless summary and the verdict of a demo are made from.
 
-A pure function of the batches applied so far; no clock, no engine, no terminal. It is composed of parts and owns
-nothing else: each part takes the events that it cares for and can be copied, so that a new event touches one part and
-a seek cannot forget a field. Invariant: after every batch the blocks are what the pool's law says. A lost batch or a
-broken law is counted (raised with strict=True); pool events are then left out until the next PoolSnapshot.
+It is a pure function of the batches applied so far, without clock, engine or terminal. It consists of parts and owns
+nothing else. Each part handles the events that it needs and can be copied, so a new event changes one part, and a seek
+cannot forget a field. Invariant: after every batch the blocks are what the pool's law says. A lost batch or a broken
+law is counted (with strict=True it raises). Pool events are then skipped until the next PoolSnapshot.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ PARTS = (
     "series",
     "moments",
 )
-"""In the order in which they take an event."""
+"""In the order in which they handle an event."""
 
 Handler = Callable[[Any, "DashboardState"], None]
 
 
 class DashboardState:
-    """See the module. Everything public is for reading; only `apply`, `restore` and `begin_anew` write."""
+    """See the module. Only `apply`, `restore` and `begin_anew` write."""
 
     __slots__ = (*PARTS, "_handlers", "_handlers_unsynced")
 
@@ -70,7 +70,7 @@ class DashboardState:
     # ------------------------------------------------------------------------------------- batches
 
     def apply(self, batch: ev.StepBatch) -> None:
-        """Take the next batch. O(events). With strict=True raises StateError on the first broken law."""
+        """Apply the next batch. O(events). With strict=True raises StateError on the first broken law."""
         if self.requests.skipped:
             batch = _renumbered(batch, self.requests.skipped)
         stream = self.stream
@@ -94,8 +94,10 @@ class DashboardState:
         self.twin.end()
 
     def begin_anew(self) -> None:
-        """Forget the requests so far (a warm-up) with all their figures, and count those to come from 1.
-        What the blocks hold stays; nothing may be waiting or running. Raises ValueError if something is."""
+        """Forget the requests so far (a warm-up) with all their figures, and number the next ones from 1.
+
+        The contents of the blocks stay. Raises ValueError if a request is waiting or running.
+        """
         requests = self.requests
         if requests.waiting or requests.running:
             raise ValueError("requests are under way")
@@ -109,7 +111,7 @@ class DashboardState:
         self._connect()
 
     def copy(self) -> DashboardState:
-        """An independent state that goes on from here."""
+        """An independent state at this position."""
         other = DashboardState.__new__(DashboardState)
         for name in PARTS:
             setattr(other, name, getattr(self, name).copy())
@@ -117,7 +119,7 @@ class DashboardState:
         return other
 
     def restore(self, other: DashboardState) -> None:
-        """Become a copy of `other` in place, so that everyone who holds this state sees it (seeking)."""
+        """Become a copy of `other` in place, so that every widget with this state sees it (seeking)."""
         generation = max(self.generation, other.generation) + 1
         for name in PARTS:
             setattr(self, name, getattr(other, name).copy())
@@ -126,7 +128,7 @@ class DashboardState:
         self._connect()
 
     def weight(self) -> int:
-        """Bytes, roughly, that a copy takes: what it does not share with this state."""
+        """Roughly the bytes of a copy that it does not share with this state."""
         rows = (view for view in self.requests.values() if not view.done)
         tokens = sum(view.num_output + len(view.itl) for view in rows)
         return 300 * self.pool.mirror.num_blocks + 250 * len(self.history) + 16 * tokens + 500_000
@@ -145,7 +147,7 @@ class DashboardState:
 
     @property
     def generation(self) -> int:
-        """Goes up when everything may have changed at once."""
+        """Increases when everything may have changed at once."""
         return self.stream.generation
 
     @property
@@ -155,7 +157,7 @@ class DashboardState:
 
     @property
     def num_blocks(self) -> int:
-        """Physical blocks, the null block included; 0 before EngineStarted."""
+        """Physical blocks including the null block; 0 before EngineStarted."""
         return 0 if self.engine.started is None else self.engine.started.num_blocks
 
     @property
@@ -164,7 +166,7 @@ class DashboardState:
         return 0 if self.engine.started is None else self.engine.started.block_size
 
     def table(self, request_id: int) -> list[int]:
-        """Physical ids of branch 0; after the end as last known."""
+        """Physical ids of branch 0. After the end of the request: the last known ones."""
         view = self.requests[request_id]
         live = self.pool.table(view.seq_ids[0]) if view.seq_ids else []
         return (live or view.last_table)[:]
@@ -225,13 +227,13 @@ class DashboardState:
     # ------------------------------------------------------------------------------------- inside
 
     def _connect(self) -> None:
-        """Event type -> what takes it, over all parts. Needed again when a part is another object."""
+        """Event type -> its handlers in all parts. To be called again when a part was replaced."""
         self._handlers: dict[type, list[Handler]] = {}
         for name in PARTS:
             part: Part = getattr(self, name)
             for event, method in part.handlers.items():
                 self._handlers.setdefault(event, []).append(getattr(part, method))
-        # The twin has no blocks that could be wrong: it follows pool events also while the pool is out of step.
+        # The twin has no block ids that could be wrong, so it also handles pool events while the pool is not synced.
         only_twin: dict[type, list[Handler]] = {e: [] for e in ev.POOL_EVENTS}
         for event, method in self.twin.handlers.items():
             if event in only_twin:
@@ -246,7 +248,7 @@ class DashboardState:
 
 
 def _renumbered(batch: ev.StepBatch, skipped: int) -> ev.StepBatch:
-    """The batch with the ids of requests that begin_anew gives them."""
+    """The batch with request ids counted from 1 after begin_anew."""
     events = [
         e
         if getattr(e, "request_id", None) is None

@@ -1,7 +1,7 @@
-"""What the engine says of itself: its life, its steps, its look-ups, and what its tokens read as.
+"""What the engine reports about itself: start and end, steps, cache look-ups, and the text of its tokens.
 
-Owns four small parts: EngineInfo, Steps, PrefixCache and Vocabulary. Invariant: a figure that no event has given
-yet is None or absent, never 0 by default where 0 would be a claim.
+Owns four small parts: EngineInfo, Steps, PrefixCache and Vocabulary. Invariant: a figure that no event has given yet is
+None or absent, never 0.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from kvtop.state.dashboard import DashboardState
 
 MOST_BLOCKS = 1 << 24
-"""A stream that claims more physical blocks than this is not believed."""
+"""Most physical blocks; a stream with more is refused."""
 MOST_ERRORS = 1000
-"""Errors that are kept, the newest."""
+"""The newest errors that are kept."""
 UNKNOWN = b"\xef\xbf\xbd"
-"""U+FFFD: how a token reads that the stream has not explained."""
+"""U+FFFD: the text of a token whose bytes the stream has not given."""
 
 
 @dataclass(slots=True, eq=False)
@@ -37,7 +37,7 @@ class EngineInfo(Part):
     profile: ev.KernelsProfiled | None = None
     """The latest."""
     graphs: tuple[int, ...] = ()
-    """Batch sizes up to which decode steps run as CUDA graphs, ascending."""
+    """Batch sizes for which decode steps run as CUDA graphs, ascending."""
 
     @takes(ev.ModelLoading)
     def _loading(self, e: ev.ModelLoading, state: DashboardState) -> None:
@@ -48,7 +48,7 @@ class EngineInfo(Part):
         if self.started is not None:
             raise StateError("a second EngineStarted")
         if not 2 <= e.num_blocks <= MOST_BLOCKS or e.block_size < 1:
-            raise StateError(f"EngineStarted: {e.num_blocks} blocks of {e.block_size} tokens cannot be")
+            raise StateError(f"EngineStarted: {e.num_blocks} blocks of {e.block_size} tokens are impossible")
         self.started = e
 
     @takes(ev.EngineStopped)
@@ -74,7 +74,7 @@ class EngineInfo(Part):
             or min(rates, default=1.0) < 1
             or not 0 <= min(times) <= max(times) < 1e6
         ):
-            raise StateError("KernelsProfiled: figures that cannot be")
+            raise StateError("KernelsProfiled: impossible figures")
         self.profile = e
 
     @takes(ev.GraphCaptured)
@@ -93,9 +93,9 @@ class Steps(Part):
     completed: ev.StepCompleted | None = None
     output_tokens: int = 0
     drafts: int = 0
-    """Speculative tokens that were computed."""
+    """Draft tokens that were computed."""
     drafts_accepted: int = 0
-    """Of those, how many the samples agreed with."""
+    """Draft tokens that were accepted."""
 
     @takes(ev.StepScheduled)
     def _scheduled(self, e: ev.StepScheduled, state: DashboardState) -> None:
@@ -117,13 +117,13 @@ class Steps(Part):
 
 @dataclass(slots=True, eq=False)
 class PrefixCache(Part):
-    """What the look-ups of first admissions read, and what audits of it found."""
+    """What the first admissions of requests read from the cache, and what audits of hits found."""
 
     lookups: int = 0
     query_tokens: int = 0
     hit_tokens: int = 0
     latest_lookup: int | None = None
-    """The request that looked into the cache last."""
+    """The request of the latest look-up."""
     audited_hits: int = 0
     """Hits that the engine computed again."""
     audited_blocks: int = 0
@@ -156,11 +156,11 @@ class Vocabulary(Part):
     pieces: dict[int, bytes] = field(default_factory=dict)
 
     def piece(self, token_id: int) -> bytes:
-        """Bytes of one token, perhaps half a character; U+FFFD if the stream has not explained it."""
+        """Bytes of one token, perhaps half a character. U+FFFD if the stream has not given them."""
         return self.pieces.get(token_id, UNKNOWN)
 
     def text(self, token_ids: Iterable[int]) -> str:
-        """The tokens as text; what is not UTF-8 reads as U+FFFD."""
+        """The tokens as text, with U+FFFD for what is not UTF-8."""
         pieces = self.pieces
         return b"".join([pieces.get(i, UNKNOWN) for i in token_ids]).decode("utf-8", "replace")
 

@@ -1,8 +1,7 @@
-"""Why a look-up read what it read: one reason and one sentence per request.
+"""Why a look-up hit or missed: one reason and one sentence per request.
 
-Owns the reasons and their words. Judged at the moment of the PrefixLookup event from what the events had
-said until then: a later eviction must not change why an earlier prompt missed. Pure: reads the state,
-changes nothing.
+Owns the reasons and their words. A look-up is judged when its PrefixLookup arrives, from the events so far: a later
+eviction must not change the reason of an earlier miss. Reads the state and changes nothing.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ Reason = Literal[
 
 @dataclass(frozen=True, slots=True)
 class Evicted:
-    """by: the request that took the memory; hits: how often the block had been read before."""
+    """by: the request that took the memory. hits: how often the block was read before."""
 
     seconds_ago: float
     by: int | None
@@ -40,9 +39,12 @@ class Evicted:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """One look-up. first_miss_block: index in the prompt, None where no full block missed.
-    divergence_token: first prompt token that differs from the most similar earlier prompt.
-    missing_tokens: prompt tokens that had to be computed. `short` fits the strip, `sentence` stands alone."""
+    """One look-up.
+
+    first_miss_block: index in the prompt; None if no full block missed. divergence_token: the first prompt token that
+    differs from the most similar earlier prompt. missing_tokens: prompt tokens that had to be computed. `short` is for
+    the look-up strip; `sentence` needs no context.
+    """
 
     hit_blocks: int
     queried_blocks: int
@@ -66,16 +68,16 @@ Found = Callable[..., Explanation]
 
 @dataclass(slots=True)
 class Look:
-    """What `judge` may know: the view with its look-up filled in, and the pool at that moment."""
+    """What `judge` gets: the request with its look-up, and the state at that moment."""
 
     view: RequestView
     block_size: int
     t: float
     history: History
     running: Iterable[RequestView]
-    """The other requests in flight."""
+    """The other running requests."""
     request_of: dict[int, int]
-    """seq_id -> request_id, as far as it is known."""
+    """Sequence id -> request id, where it is known."""
 
 
 def judge(look: Look) -> Explanation:
@@ -215,7 +217,7 @@ def _diverged(
         return found(
             "diverged",
             "first miss: the text differs",
-            f"An earlier prompt goes on differently after {view.hit_blocks} blocks; "
+            f"An earlier prompt continues with other text after {view.hit_blocks} blocks; "
             f"{missing:,} tokens were computed.",
         )
     role, name = view.role_at(token)

@@ -1,8 +1,7 @@
-"""History: what each hash meant and what became of it, so that a miss can be explained.
+"""History: the content of each hash, and when and why it left the cache. It explains misses.
 
-Owns one immutable record per hash that was ever stored, the children of every parent hash, and when a
-record left the hash table, why and for whom. Bounded: once there are over twice `limit` records,
-the oldest that are gone from the table are dropped.
+Owns an immutable record for each hash that was stored, and the children of each parent hash. Invariant: there are at
+most about twice `limit` records. Beyond that the oldest ones that have left the hash table are dropped.
 """
 
 from __future__ import annotations
@@ -17,8 +16,11 @@ if TYPE_CHECKING:
 
 
 class Gone(NamedTuple):
-    """How a content left the hash table. why: reallocated, unwritten, invalid, reset. `by` is the
-    request that took the memory, `hits` how often the block had been read."""
+    """How a content left the hash table.
+
+    why: reallocated, unwritten, invalid or reset. by_seq: the sequence that took the memory. hits: how often the block
+    had been read.
+    """
 
     t: float
     why: str
@@ -28,8 +30,7 @@ class Gone(NamedTuple):
 
 
 class Stored(NamedTuple):
-    """One content: `place` counts blocks from the prompt's start, `token_ids` has a block's tokens
-    (empty in a redacted recording)."""
+    """The content of one hash. place: index of the block in its sequence. token_ids: empty in a redacted recording."""
 
     hash: str
     parent: str
@@ -49,7 +50,7 @@ class History(Part):
     def __init__(self, limit: int = 50_000) -> None:
         self.limit = limit
         self.root: str | None = None
-        """The parent of every block 0, once one was stored."""
+        """The parent of every block 0; None until one was stored."""
         self._records: dict[str, Stored] = {}
         self._children: dict[str, list[str]] = {}
 
@@ -57,11 +58,11 @@ class History(Part):
         return len(self._records)
 
     def get(self, hash_: str) -> Stored | None:
-        """What was stored under this hash, if it is remembered."""
+        """What was stored under this hash; None if it is not kept."""
         return self._records.get(hash_)
 
     def children(self, parent: str, most: int = 256) -> list[Stored]:
-        """Contents stored right after `parent`, newest first, at most `most`."""
+        """At most `most` contents that were stored right after `parent`, newest first."""
         names = self._children.get(parent, [])
         return [self._records[h] for h in names[: -most - 1 : -1]]
 
@@ -89,7 +90,7 @@ class History(Part):
             self._left(content.hash, Gone(state.stream.t, "reset", None, content.hits, content.born))
 
     def _remember(self, record: Stored) -> None:
-        """A content entered the table (perhaps again)."""
+        """A content has entered the hash table, perhaps again."""
         old = self._records.pop(record.hash, None)
         self._records[record.hash] = record
         if record.place == 0:
@@ -100,7 +101,7 @@ class History(Part):
                 self._trim()
 
     def _left(self, hash_: str, gone: Gone) -> None:
-        """The last block of this content lost its hash."""
+        """The last block with this content has lost its hash."""
         record = self._records.get(hash_)
         if record is not None:
             self._records[hash_] = record._replace(gone=gone)
@@ -114,7 +115,9 @@ class History(Part):
             if not kin:
                 del self._children[parent]
         if len(self._records) > self.limit * 3 // 2:
-            self.limit = len(self._records)  # a table larger than the limit must not trim at every store
+            self.limit = len(
+                self._records
+            )  # else a hash table larger than the limit would trim at every store
 
 
 def limit(num_blocks: int) -> int:

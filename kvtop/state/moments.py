@@ -1,7 +1,7 @@
-"""Moments: what happened, in lines that are worth showing once.
+"""Moments: the lines of the event log, and what the map animates.
 
-Owns the latest lines and how many there ever were. Invariant: a moment is made after every other part took the
-event, so that it says what became of it.
+Owns the latest moments and how many there have been. Invariant: a moment is made after every other part has handled
+the event, so it can say what the event changed.
 """
 
 from __future__ import annotations
@@ -22,9 +22,12 @@ MOST_MOMENTS = 4096
 
 
 class Moment(NamedTuple):
-    """Something worth showing once. kind: queued, admitted, blocked, hit, forked, copied, stored, evicted,
-    released, preempted, finished, cleared, profiled, graph, error, lost. ids: blocks, in the event's order; for
-    copied (src, dst). hashes: of evicted and stored ones; the history has their text. detail: one line."""
+    """One line.
+
+    kind: queued, admitted, blocked, hit, forked, copied, stored, evicted, released, preempted, finished, cleared,
+    profiled, graph, error, lost. ids: blocks in the event's order; (src, dst) for copied. hashes: those of evicted and
+    stored blocks; the history has their text. detail: one line of text.
+    """
 
     t: float
     seq: int
@@ -43,7 +46,7 @@ class Moments(Part):
     def __init__(self) -> None:
         self._latest: deque[Moment] = deque(maxlen=MOST_MOMENTS)
         self.total = 0
-        """Moments ever; a reader that remembers it knows how many are new."""
+        """All moments so far. A reader that remembers this number knows how many are new."""
 
     def __iter__(self) -> Iterator[Moment]:
         return iter(self._latest)
@@ -55,7 +58,7 @@ class Moments(Part):
         return len(self._latest)
 
     def clear(self) -> None:
-        """Forget the lines; the total goes on."""
+        """Forget the lines, but not their number."""
         self._latest.clear()
 
     def note(
@@ -67,7 +70,7 @@ class Moments(Part):
         detail: str = "",
         hashes: Iterable[str] = (),
     ) -> None:
-        """One more line, of now."""
+        """Add a line at the present time."""
         at = state.stream
         self._latest.append(Moment(at.t, at.seq, kind, tuple(ids), request_id, detail, tuple(hashes)))
         self.total += 1

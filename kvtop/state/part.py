@@ -1,8 +1,8 @@
 """Part: what DashboardState is composed of.
 
-A part owns its fields, takes the events that it cares for (methods marked with `takes`) and can be copied.
-Invariants: a part changes nothing but itself; it may read the other parts, of which those before it have taken
-the event already. A copy has every field, since it is made by reflection: a field added later cannot be left out.
+A part owns its fields, handles the events that it needs (methods marked with `takes`) and can be copied.
+Invariants: a part changes only itself. It may read the other parts; those before it have already handled the event.
+A copy is made by reflection over all fields, so a field that is added later cannot be forgotten.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import msgspec
 Method = TypeVar("Method", bound=Callable[..., None])
 
 _IMMUTABLE = (type(None), bool, int, float, str, bytes, tuple, msgspec.Struct)
-"""Values that a copy shares: events are frozen, and a tuple holds nothing that is written later."""
+"""Values that a copy shares: events are frozen, and no tuple here contains anything that is written later."""
 
 
 def takes(*events: type) -> Callable[[Method], Method]:
-    """Marks a method `(event, state)` of a part: it is called for each of these events."""
+    """Marks a method `(event, state)` of a part. It is called for each of these events."""
 
     def mark(method: Method) -> Method:
         method.takes = events  # type: ignore[attr-defined]
@@ -29,7 +29,7 @@ def takes(*events: type) -> Callable[[Method], Method]:
 
 
 class Copied:
-    """A class with slots whose copy is independent, field by field."""
+    """A class with slots that can be copied field by field into an independent object."""
 
     __slots__ = ()
 
@@ -37,7 +37,7 @@ class Copied:
     """Fields that are never written in place, so that copies may share them."""
 
     FIELDS: ClassVar[tuple[str, ...]] = ()
-    """All its slots and those of the classes that it derives from."""
+    """All its slots, including those of its base classes."""
 
     def __init_subclass__(cls) -> None:
         cls.FIELDS = tuple(name for c in reversed(cls.__mro__) for name in getattr(c, "__slots__", ()))
@@ -57,7 +57,7 @@ class Part(Copied):
     __slots__ = ()
 
     handlers: ClassVar[dict[type, str]] = {}
-    """Event type -> name of the method that takes it."""
+    """Event type -> name of the method that handles it."""
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -65,8 +65,11 @@ class Part(Copied):
 
 
 def copied(value: Any) -> Any:
-    """The value itself where it is immutable, else an independent copy. A list or dictionary is copied one level
-    deeper where it holds something that is written in place; its values are all of one kind."""
+    """The value itself if it is immutable, else an independent copy.
+
+    A list or dictionary of mutable values is copied with its values. Its first value decides, since all of them have
+    the same type.
+    """
     if isinstance(value, _IMMUTABLE):
         return value
     if type(value) is dict and _is_mutable(next(iter(value.values()), None)):

@@ -1,8 +1,8 @@
-"""Pool: the part that knows every block.
+"""Pool: the part with the state of every block.
 
-Owns the mirror (refs, hashes, tables and the queue, by the law in engine.events), the columns of what lies in each
-block, and counts of what happened to them. Invariant: an event that the law forbids raises StateError here, before
-any later part sees it.
+Owns the mirror (refs, hashes, tables and the queue, by the law in engine.events), the columns with the contents of the
+blocks, and the counts of evictions and copies. Invariant: an event that the law forbids raises StateError here, before
+a later part handles it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 
 class LostContent(NamedTuple):
-    """A content that left the hash table: the blocks that carried it; since when, and how often it had been read."""
+    """A content that left the hash table. blocks: those that had it. hits: how often it was read. born: when it
+    began."""
 
     hash: str
     blocks: tuple[int, ...]
@@ -32,7 +33,7 @@ class LostContent(NamedTuple):
 
 
 class Pool(Part):
-    """Columns are indexed by physical block id; the null block 0 is among them."""
+    """Columns are indexed by physical block id, including the null block 0."""
 
     __slots__ = (
         *("columns", "copies", "duplicates", "evictions", "filled", "lost", "mirror", "peak_blocks"),
@@ -43,20 +44,20 @@ class Pool(Part):
         self.mirror = PoolMirror(num_blocks, block_size)
         self.columns = BlockColumns(num_blocks)
         self.filled = 0
-        """Token slots of the referenced blocks whose KV is written, those of a shared block counted once."""
+        """Written token slots of the referenced blocks; those of a shared block count once."""
         self.peak_blocks = 0
-        """Most referenced blocks after a step, and"""
+        """Most referenced blocks after a step."""
         self.peak_filled = 0
-        """how many of their slots were written then; the most, where several steps had as many blocks."""
+        """Written slots at `peak_blocks`; the most, if several steps had the same number of blocks."""
         self.evictions = 0
-        """Blocks whose content was thrown out for other content."""
+        """Blocks whose content was evicted for other content."""
         self.duplicates = 0
-        """Blocks stored although their content was in the table already."""
+        """Blocks that were stored although another block already had their content."""
         self.copies = 0
         self.lost: tuple[LostContent, ...] = ()
-        """What the latest BlocksEvicted or CacheCleared took out of the hash table."""
+        """The contents that the latest BlocksEvicted or CacheCleared removed from the hash table."""
         self.reloaded = False
-        """The latest PoolSnapshot was taken over, since it disagreed with the mirror."""
+        """The latest PoolSnapshot replaced the mirror, because the two differed."""
 
     # ----------------------------------------------------------------------------------- columns
 
@@ -77,7 +78,7 @@ class Pool(Part):
 
     @property
     def order(self) -> npt.NDArray[Any]:
-        """[num_blocks] int64, eviction key: smaller goes sooner; valid where ref is 0."""
+        """[num_blocks] int64, eviction key: a smaller key is taken sooner. Valid where ref is 0."""
         return self.columns.read("order", self.mirror)
 
     @property
@@ -87,33 +88,33 @@ class Pool(Part):
 
     @property
     def born(self) -> npt.NDArray[Any]:
-        """[num_blocks] float64, seconds: when the present content began."""
+        """[num_blocks] float64, time at which the present content began, in seconds."""
         return self.columns.read("born", self.mirror)
 
     @property
     def touched(self) -> npt.NDArray[Any]:
-        """[num_blocks] float64, seconds: last write, hit or release."""
+        """[num_blocks] float64, time of the last write, hit or release, in seconds."""
         return self.columns.read("touched", self.mirror)
 
     @property
     def hits(self) -> npt.NDArray[Any]:
-        """[num_blocks] int32, look-ups that read the present content."""
+        """[num_blocks] int32, cache hits on the present content."""
         return self.columns.read("hits", self.mirror)
 
     @property
     def last_seq(self) -> npt.NDArray[Any]:
-        """[num_blocks] int32, the sequence that used it last, -1 for none."""
+        """[num_blocks] int32, the sequence that used the block last; -1: none."""
         return self.columns.read("last_seq", self.mirror)
 
     def take_dirty(self) -> npt.NDArray[np.int64]:
-        """Ids of the blocks that may look different from the last call, each once."""
+        """Ids of the blocks that may look different since the last call, each once."""
         return self.columns.take_dirty(self.mirror)
 
     # ----------------------------------------------------------------------------------- figures
 
     @property
     def free(self) -> int:
-        """Usable blocks neither referenced nor hashed."""
+        """Usable blocks that are neither referenced nor hashed."""
         return self.mirror.free
 
     @property
@@ -123,7 +124,7 @@ class Pool(Part):
 
     @property
     def cached(self) -> int:
-        """Blocks that no table refers to but that can still be hit."""
+        """Blocks that are in no table but can still be hit."""
         return self.mirror.cached
 
     @property
@@ -138,7 +139,7 @@ class Pool(Part):
 
     @property
     def blocks_until_eviction(self) -> int:
-        """Blocks that can be taken before the first cached one is thrown out."""
+        """Blocks that can be taken before the first cached one is evicted."""
         waiting = self.ref == 0
         waiting[0] = False
         cached = waiting & self.hashed
@@ -152,7 +153,7 @@ class Pool(Part):
         return list(islice(self.mirror.queue(), k))
 
     def place(self, block: int) -> int | None:
-        """Free blocks that go before this one; None while it is referenced."""
+        """Free blocks that are taken before this one; None while it is referenced."""
         if self.mirror.ref[block]:
             return None
         ahead = (self.ref == 0) & (self.order < self.mirror.key[block])
@@ -160,19 +161,19 @@ class Pool(Part):
         return int(ahead.sum())
 
     def table(self, seq_id: int) -> list[int]:
-        """Physical block of each logical one of a sequence; the live list, not to be changed."""
+        """Physical block of each logical block of a sequence. The list is live; readers must not change it."""
         return self.mirror.tables.get(seq_id, [])
 
     def find(self, hash_: str) -> tuple[int, ...]:
-        """Blocks that carry this hash now, the one that a look-up reads first."""
+        """Blocks with this hash; a look-up takes the first of them."""
         return self.mirror.where.get(hash_, ())
 
     def hash_of(self, block: int) -> str | None:
-        """Hash that this block carries, 32 hex digits."""
+        """Hash of this block, 32 hex digits."""
         return self.mirror.hash[block]
 
     def forget_counts(self) -> None:
-        """What happened so far is not counted; the blocks stay as they are."""
+        """Set all counts to 0. The blocks do not change."""
         self.evictions = self.duplicates = self.copies = 0
         self.peak_blocks = self.peak_filled = 0
 
@@ -271,7 +272,7 @@ class Pool(Part):
         return LostContent(hash_, blocks, self.columns.hits[blocks[0]], self.columns.born[blocks[0]])
 
     def _forget(self, ids: list[int]) -> None:
-        """These lost their hash."""
+        """These blocks have lost their hash."""
         for b in ids:
             self.columns.hits[b] = 0
             if not self.mirror.ref[b]:
@@ -279,7 +280,7 @@ class Pool(Part):
         self.columns.change(ids)
 
     def _written(self, table: list[int], before: int, after: int, t: float) -> None:
-        """A sequence's computed tokens went from `before` to `after` (back, where drafts were refused)."""
+        """The computed tokens of a sequence changed from `before` to `after`. Rejected drafts make it fewer."""
         low, high = (before, after) if before <= after else (after, before)
         size, fill, mirror = self.mirror.block_size, self.columns.fill, self.mirror
         for i in range(low // size, min(-(-high // size), len(table))):
@@ -294,7 +295,7 @@ class Pool(Part):
         return sum(e.refs[1::3]) == self.mirror.active and len(e.hashed_ids) == hashed
 
     def _load(self, e: ev.PoolSnapshot) -> None:
-        """Start over from the engine's own word."""
+        """Replace the mirror by the engine's snapshot."""
         self.mirror.load(e)
         mirror = self.mirror
         size = mirror.block_size

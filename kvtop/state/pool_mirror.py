@@ -1,10 +1,10 @@
 """PoolMirror: the pool rebuilt from the seven pool events, by the law in engine.events and nothing else.
 
-Owns ref counts, hashes, block tables and the exact free-queue order. Each free block carries one int64
-order key: the head counter goes down, the tail counter goes up, so sorting by key is the queue. The two
-ends keep (key, block) entries that go stale when a block leaves from the middle; they are dropped when
-they surface, so every event costs O(blocks it names). Every transition is checked; the first
-impossible one raises StateError, and the mirror is then worth nothing until `load`.
+Owns ref counts, hashes, block tables and the exact order of the free queue. Each free block has an int64 key: the head
+counter decreases, the tail counter increases, so the queue is the blocks sorted by key. Both ends keep (key, block)
+entries. An entry is out of date once its block has left the queue from the middle, and is dropped when it is reached,
+so an event costs O(blocks it names). Every transition is checked. The first impossible one raises StateError; after
+that the mirror is wrong until `load`.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from kvtop.state.part import Copied
 
 
 class StateError(Exception):
-    """An event that the law forbids. The message is one line and names the law that broke."""
+    """An event that the law forbids. The message is one line and names the broken law."""
 
 
 class PoolMirror(Copied):
     """Blocks 1..num_blocks-1 of `block_size` tokens. Lists are indexed by physical block id.
 
-    `key[b]` is valid where `ref[b]` is 0; smaller leaves sooner. `where[h]` are the blocks that carry
-    hash h, oldest first. `cached` and `active` count blocks; free is the rest of the usable ones.
+    `key[b]` is valid where `ref[b]` is 0; a smaller key is taken sooner. `where[h]` are the blocks with hash h, oldest
+    first. `cached` and `active` count blocks; all other usable blocks are free.
     """
 
     __slots__ = (
@@ -76,7 +76,7 @@ class PoolMirror(Copied):
         return self.num_blocks - 1 - self.active - self.cached
 
     def queue(self) -> Iterator[int]:
-        """Free blocks, next out first."""
+        """Free blocks; the first one is taken next."""
         ref, key = self.ref, self.key
         for k, b in reversed(self._stack):
             if key[b] == k and not ref[b]:
@@ -94,7 +94,7 @@ class PoolMirror(Copied):
         self.tables.setdefault(e.seq_id, []).extend(e.ids)
 
     def touched(self, e: BlocksTouched) -> None:
-        """One more table refers to each of these."""
+        """One more table contains each of these blocks."""
         ref = self.ref
         for b in e.ids:
             self._known(b, "BlocksTouched")
@@ -121,7 +121,7 @@ class PoolMirror(Copied):
         table[e.index] = e.dst
 
     def released(self, e: BlocksReleased) -> list[int]:
-        """The table's last entries, last first. Returns those that nobody refers to any more."""
+        """Removes the last entries of the table, last first. Returns the blocks that are now in no table."""
         table, n = self.tables.get(e.seq_id, []), len(e.ids)
         if n > len(table) or (n and table[: -n - 1 : -1] != e.ids):
             raise StateError(
@@ -158,7 +158,7 @@ class PoolMirror(Copied):
         return gone
 
     def stored(self, e: BlocksStored) -> int:
-        """Blocks get their hash. Returns how many of them duplicate a content that is there already."""
+        """Blocks get their hash. Returns how many have a content that another block already has."""
         n = len(e.ids)
         if len(e.hashes) != n:
             raise StateError(f"BlocksStored: {n} ids but {len(e.hashes)} hashes")
@@ -168,7 +168,7 @@ class PoolMirror(Copied):
         hashes, where, duplicates = self.hash, self.where, 0
         for b, h in zip(e.ids, e.hashes, strict=True):
             if hashes[b] is not None:
-                raise StateError(f"BlocksStored: block {b} is hashed already")
+                raise StateError(f"BlocksStored: block {b} already has a hash")
             hashes[b] = h
             before = where.get(h)
             if before is None:
@@ -179,7 +179,7 @@ class PoolMirror(Copied):
         return duplicates
 
     def evicted(self, e: BlocksEvicted) -> None:
-        """Hashes go, nothing moves."""
+        """These blocks lose their hash. The queue does not change."""
         if len(e.hashes) != len(e.ids):
             raise StateError(f"BlocksEvicted: {len(e.ids)} ids but {len(e.hashes)} hashes")
         for b, h in zip(e.ids, e.hashes, strict=True):
@@ -196,17 +196,17 @@ class PoolMirror(Copied):
                 del self.where[h]
 
     def cleared(self) -> list[int]:
-        """All hashes go. Returns the blocks that had one."""
+        """All blocks lose their hash. Returns the blocks that had one."""
         had = [b for blocks in self.where.values() for b in blocks]
         self.hash = [None] * self.num_blocks
         self.where.clear()
         self.cached = 0
         return had
 
-    # ---------------------------------------------------------------------------- the pool's own word
+    # ---------------------------------------------------------------------------------------- snapshots
 
     def load(self, s: PoolSnapshot) -> None:
-        """Take over a snapshot. Raises StateError, unchanged, when it contradicts itself."""
+        """Replace everything by a snapshot. Raises StateError, and changes nothing, if it contradicts itself."""
         fresh = PoolMirror(self.num_blocks, self.block_size)
         fresh._fifo.clear()
         for first, count, ref in zip(s.refs[::3], s.refs[1::3], s.refs[2::3], strict=True):
@@ -229,8 +229,8 @@ class PoolMirror(Copied):
         if len(fresh._fifo) + fresh.active != self.num_blocks - 1:
             raise StateError("PoolSnapshot: the queue is not exactly the usable blocks with ref 0")
         fresh.tables = {i: list(t) for i, t in zip(s.seq_ids, s.tables, strict=True) if t}
-        # Same content may sit in several blocks, whose order in the hash table the snapshot does not
-        # carry: keep the one held so far where it is a reordering.
+        # Several blocks may have the same content. A snapshot does not have their order in the hash table, so the
+        # order known so far is kept if the blocks are the same.
         for h, blocks in self.where.items():
             if len(blocks) > 1 and set(blocks) == set(fresh.where.get(h, ())):
                 fresh.where[h] = blocks
@@ -238,7 +238,7 @@ class PoolMirror(Copied):
             setattr(self, name, getattr(fresh, name))
 
     def differences(self, s: PoolSnapshot) -> list[str]:
-        """What a snapshot says otherwise than this mirror, one line a kind; [] if nothing."""
+        """Where a snapshot differs from this mirror, one line for each kind of difference."""
         theirs = PoolMirror(self.num_blocks, self.block_size)
         try:
             theirs.load(s)

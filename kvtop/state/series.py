@@ -1,8 +1,7 @@
 """Time series for graphs: bounded rings of points and of rates, all on the batches' own clock.
 
-Owns the buffers and their arithmetic (percentiles, per-second rates); knows no widget. A series is a
-function of the events alone: the same recording gives the same curves at any replay speed. Steps that
-slow motion stretched are left out of the latencies.
+Owns the buffers and their arithmetic (percentiles, per-second rates). A series depends on the events alone, so the same
+recording gives the same curves at any replay speed. Latencies leave out steps in slow motion.
 """
 
 from __future__ import annotations
@@ -21,16 +20,15 @@ if TYPE_CHECKING:
     from kvtop.state.dashboard import DashboardState
 
 LATEST = 1000
-"""Newest points that every p50, p99 and max on the screen is taken of, however many a graph shows."""
+"""Every p50, p99 and max on the screen is that of this many newest points, whatever a graph shows."""
 
 Floats = npt.NDArray[np.float64]
 
 
 class Ring(Copied):
-    """The last `capacity` rows (t, value, tag), oldest first when read.
+    """The last `capacity` rows (t, value, tag). They are read oldest first.
 
-    t and value in seconds or what the owner says; tag is a second figure of the same point, for example
-    cached tokens of a TTFT.
+    t: seconds. tag: a second figure of the same point, for example the cached tokens of a TTFT.
     """
 
     __slots__ = ("_count", "_rows")
@@ -44,16 +42,16 @@ class Ring(Copied):
 
     @property
     def total(self) -> int:
-        """Points ever added: a widget that saw the same total need not paint again."""
+        """Number of points added so far. A widget need not paint again while it does not change."""
         return self._count
 
     def add(self, t: float, value: float, tag: float = 0.0) -> None:
-        """One more point, the oldest falls out when the ring is full."""
+        """Add a point. The oldest is dropped when the ring is full."""
         self._rows[self._count % len(self._rows)] = (t, value, tag)
         self._count += 1
 
     def rows(self, since: float = -np.inf) -> Floats:
-        """[points, 3] copies of (t, value, tag), oldest first, those with t >= since."""
+        """[points, 3] copies of (t, value, tag) with t >= since, oldest first."""
         n, size = self._count, len(self._rows)
         rows = self._rows[:n] if n <= size else np.roll(self._rows, -(n % size), axis=0)
         return rows[np.searchsorted(rows[:, 0], since) :].copy()
@@ -63,11 +61,11 @@ class Ring(Copied):
         return self.rows(since)[:, 1]
 
     def last(self) -> float | None:
-        """The newest value, None without points."""
+        """The newest value; None without points."""
         return float(self._rows[(self._count - 1) % len(self._rows), 1]) if self._count else None
 
     def latest(self, count: int = LATEST) -> Floats:
-        """[at most `count`] the newest values, oldest first: what p50, p99 and max are taken of."""
+        """[at most `count`] The newest values, oldest first, for p50, p99 and max."""
         size, n = len(self._rows), min(count, len(self))
         first, values = (self._count - n) % size, self._rows[:, 1]
         if first + n <= size:
@@ -80,21 +78,21 @@ class Ring(Copied):
 
 
 class Rate(Copied):
-    """Amounts summed in buckets of `bucket` seconds; reads as amount per second."""
+    """Amounts per second, summed in buckets of `bucket` seconds."""
 
     __slots__ = ("_last", "_peak", "_start", "_sums", "bucket", "total")
 
     def __init__(self, bucket: float = 0.25, capacity: int = 2400) -> None:
         self.bucket = bucket
         self.total = 0.0
-        """Everything ever added."""
+        """Sum of everything added so far."""
         self._peak = 0.0
         self._sums = np.zeros(capacity)
         self._last = -1
         self._start: float | None = None
 
     def add(self, t: float, amount: float) -> None:
-        """Something happened at t (seconds, not decreasing)."""
+        """Add an amount at time t (seconds, not decreasing)."""
         if self._start is not None and int(t / self.bucket) > self._last:
             self._peak = max(self._peak, self.now((self._last + 1) * self.bucket - 1e-9) or 0.0)
         i = self._advance(t)
@@ -104,20 +102,20 @@ class Rate(Copied):
             self._start = t
 
     def now(self, t: float, window: float = 2.0) -> float | None:
-        """Per second over the last `window` seconds before t; None before anything was added."""
+        """Amount per second over the last `window` seconds before t. None before anything was added."""
         if self._start is None:
             return None
         span = min(window, max(t - self._start, self.bucket))
         return float(self.points(t, span)[1].mean())
 
     def peak(self, t: float) -> float | None:
-        """The largest that `now` has been until t, at the end of a bucket; None before anything was added."""
+        """The largest `now` until t, measured at the end of each bucket. None before anything was added."""
         now = self.now(t)
         return None if now is None else max(self._peak, now)
 
     def points(self, until: float, span: float) -> tuple[Floats, Floats]:
-        """(bucket starts [n], per-second values [n]) of the last `span` seconds before `until`, zeros
-        where nothing was added; at most the ring's length."""
+        """(starts of the buckets [n], values per second [n]) of the last `span` seconds before `until`, at most the
+        length of the ring. 0 where nothing was added."""
         last = int(until / self.bucket)
         n = max(1, min(len(self._sums), round(span / self.bucket)))
         index = np.arange(last - n + 1, last + 1)
@@ -142,11 +140,11 @@ class Rate(Copied):
 class Series(Part):
     """Everything that a graph shows.
 
-    ttft: (t of the first token, seconds since arrival, tokens read from the cache), requests that no
-    slow step touched. itl: (t, seconds between two tokens of a sequence), slow steps left out. hit_rate:
-    (t of the look-up, hit tokens / prompt tokens so far, 0..1). step: (t, seconds of schedule + prepare
-    + forward + sample, tokens), slow steps included: their wait is not in it. output, prefill: tokens;
-    evictions: blocks. util (percent), memory (bytes), power (W): only what the device tells.
+    ttft: (t of the first token, seconds since arrival, tokens read from the cache), without requests that had a slow
+    step. itl: (t, seconds between two tokens of a sequence), without slow steps. hit_rate: (t of the look-up, hit
+    tokens / prompt tokens so far, 0..1). step: (t, seconds of schedule + prepare + forward + sample, tokens), with slow
+    steps, because their wait is not part of these seconds. output, prefill: tokens. evictions: blocks. util (percent),
+    memory (bytes), power (W): what the device reports.
     """
 
     ttft: Ring = field(default_factory=Ring)

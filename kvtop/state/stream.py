@@ -1,7 +1,7 @@
-"""Stream: where in the event stream the state is, and whether it is whole.
+"""Stream: the position of the state in the event stream, and whether anything is missing.
 
 Owns the position, the losses and whether the blocks can be trusted. Invariant: after a lost batch or a broken law
-`synced` is False until the next PoolSnapshot; meanwhile the blocks are as they were last known.
+`synced` is False until the next PoolSnapshot. Until then the blocks keep their last known state.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ class Stream(Part):
     num_batches: int = 0
     """Batches applied."""
     generation: int = 0
-    """Goes up when everything may have changed at once (a start, a seek, a resync)."""
+    """Increases when everything may have changed at once (a start, a seek, a resync)."""
     stirs: int = 0
-    """Batches that say more than how the device is."""
+    """Batches with any other event than a DeviceSample."""
     slow: bool = False
-    """Slow motion stretched the step of the latest batch."""
+    """Slow motion made the step of the latest batch longer."""
     losses: int = 0
-    """Batches that are missing, and laws that were broken."""
+    """Missing batches and broken laws."""
     synced: bool = True
     unknown: dict[str, int] = field(default_factory=dict)
-    """Event types of a newer version, which were skipped, with their counts."""
+    """Skipped event types of a newer version, with their counts."""
 
     def discontinuity(self, batch: ev.StepBatch) -> tuple[int, str] | None:
-        """(batches that are missing, what is wrong) where a batch does not follow the last one, else None."""
+        """(number of missing batches, what is wrong) if a batch does not follow the last one, else None."""
         if batch.seq != self.seq + 1:
             missing = max(1, batch.seq - self.seq - 1)
             return missing, f"batch {batch.seq} follows batch {self.seq}: seq is not contiguous"
@@ -62,7 +62,7 @@ class Stream(Part):
         self.slow = any(type(e) is ev.StepCompleted and e.slow for e in batch.events)
 
     def lose(self, count: int) -> None:
-        """The blocks are not to be trusted from now on."""
+        """From now on the blocks cannot be trusted."""
         self.losses += count
         self.synced = False
 

@@ -1,9 +1,9 @@
-"""NaiveTwin: the memory of an engine without paging, fed by the same requests.
+"""NaiveTwin: the memory of an engine without paging that gets the same requests.
 
-Owns a shadow of the pool's memory in which every sequence that the engine runs reserves max_model_len tokens in
-one piece, at the first gap that is long enough, from its admission to its end; one that finds no gap waits its
-turn. A pure function of the batches. Invariants: reservations never overlap; filled + inside + between + idle
-are all the slots; what a sequence keeps is never lost to preemption, since a reservation is never taken away.
+Owns a calculated copy of the pool's memory. In it every running sequence reserves max_model_len tokens in one piece,
+from its admission to its end, in the first gap that is long enough. A sequence without such a gap waits. A pure
+function of the batches. Invariants: reservations never overlap; filled + inside + between + idle are all slots; a
+preemption loses nothing here, since a reservation is never taken away.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 
 class NaiveTwin(Part):
-    """All figures are token slots or sequences, as of the last batch applied.
+    """All figures are token slots or sequences after the last batch.
 
-    All reservations have one length, so gaps are whole multiples of it and the rest at the end: the first fit
-    is the lowest free place.
+    All reservations have the same length. So every gap but the one at the end is a multiple of it, and the first gap
+    that is long enough is the lowest free place.
     """
 
     __slots__ = (
@@ -45,25 +45,25 @@ class NaiveTwin(Part):
     )
 
     def __init__(self, slots: int = 0, length: int = 1) -> None:
-        """slots: tokens that the memory holds; length: tokens of a reservation."""
+        """slots: tokens that fit in the memory. length: tokens of a reservation."""
         self.slots, self.length = slots, length
         self.places = slots // length
-        """Sequences that it can hold at once; 0 refuses all."""
+        """Sequences that fit at once. 0: none ever fits."""
         self.place: dict[int, int] = {}
-        """Sequence -> its reservation, which begins at slot place x length."""
+        """Sequence -> number of its reservation, which begins at slot number x length."""
         self.waiting: dict[int, None] = {}
-        """Sequences that the engine runs and that find no place here, the oldest first."""
+        """Sequences that run in the engine but do not fit here, oldest first."""
         self.waited = 0
-        """Sequences that ever had to wait."""
+        """Number of sequences that have had to wait."""
         self.filled = 0
-        """Slots of the reservations that hold a token."""
+        """Reserved slots with a token."""
         self._free: list[int] = []
         self._fresh = 0
         self._tokens: dict[int, int] = {}
         self._requests: dict[int, list[int]] = {}
         """Request -> its sequences."""
         self._kept: set[int] = set()
-        """Preempted by the engine: here their tokens stay until the engine has computed them again."""
+        """Sequences that the engine has preempted. Here they keep their tokens while the engine computes them again."""
         self._blocks: dict[int, int] = {}
         self._ended: set[int] = set()
         self._seq = -1
@@ -73,43 +73,43 @@ class NaiveTwin(Part):
 
     @property
     def running(self) -> int:
-        """Sequences that the engine runs, preempted ones included."""
+        """Sequences that run in the engine, including preempted ones."""
         return len(self._tokens)
 
     @property
     def reserved(self) -> int:
-        """Slots that nobody else may use."""
+        """Slots of all reservations."""
         return len(self.place) * self.length
 
     @property
     def inside(self) -> int:
-        """Reserved slots that hold no token."""
+        """Reserved slots without a token."""
         return self.reserved - self.filled
 
     @property
     def between(self) -> int:
-        """Slots in gaps too short for a reservation."""
+        """Slots in gaps that are too short for a reservation."""
         return self.slots - self.places * self.length
 
     @property
     def idle(self) -> int:
-        """Slots that another sequence could still reserve."""
+        """Slots that another sequence could reserve."""
         return self.slots - self.reserved - self.between
 
     def tokens(self, seq_id: int) -> int:
-        """What a sequence keeps, or would keep if it had a place."""
+        """Tokens that a sequence keeps, or would keep if it had a place."""
         return self._tokens[seq_id]
 
     # --------------------------------------------------------------------------------- the events
 
     def begin(self, batch: ev.StepBatch) -> None:
-        """A batch begins. After a gap in the stream the next PoolSnapshot says who is left."""
+        """A batch begins. After a gap in the stream the next PoolSnapshot shows which sequences are left."""
         self._gap |= batch.seq != self._seq + 1
         self._seq = batch.seq
 
     def end(self) -> None:
-        """All events of the batch have come."""
-        # A branch that ends alone has no event of its own: it gives all its blocks back and is not preempted.
+        """The batch is over."""
+        # No event reports the end of a single branch. It has ended if it released all blocks and was not preempted.
         while self._ended:
             self._leave(self._ended.pop())
         self._serve()
@@ -123,7 +123,7 @@ class NaiveTwin(Part):
 
     @takes(ev.RequestAdmitted)
     def _admitted(self, e: ev.RequestAdmitted, state: DashboardState) -> None:
-        if e.seq_id not in self._tokens:  # else it is resumed, and has never left here
+        if e.seq_id not in self._tokens:  # else it resumes; its reservation is still here
             self._enter(e.seq_id, e.request_id, e.cached_tokens)
 
     @takes(ev.SequenceForked)
@@ -195,7 +195,7 @@ class NaiveTwin(Part):
             self.filled -= tokens
 
     def _compute(self, now: dict[int, int]) -> None:
-        """Sequences keep this many tokens now."""
+        """Set how many tokens sequences keep."""
         for seq_id, computed in now.items():
             before = self._tokens.get(seq_id)
             if before is None:
@@ -209,7 +209,7 @@ class NaiveTwin(Part):
                 self.filled += computed - before
 
     def _serve(self) -> None:
-        """Places for those that wait, in the order in which they came."""
+        """Give places to waiting sequences, in order of arrival."""
         while self.waiting and len(self.place) < self.places:
             seq_id = next(iter(self.waiting))
             del self.waiting[seq_id]

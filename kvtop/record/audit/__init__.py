@@ -1,9 +1,9 @@
-"""Audit: does a stream of events make sense, event by event? The laws besides the pool's own.
+"""Audit: checks every event of a stream against the laws of the event contract.
 
-Owns the list of laws and the order in which they see an event. The transitions of the pool are PoolMirror's. The
-laws are written from the contract (engine.events), not from the engine's code, so that the two can contradict each
-other. Most events that are missing, and most fields that were changed, show because others depend on them, even if
-the rest was renumbered; docs/recording-and-proof.md lists what nothing else depends on.
+Owns the list of laws and the order in which they get an event. PoolMirror checks the transitions of the pool. The laws
+follow the contract (engine.events), not the engine's code, so an error in the engine breaks them. Most missing events
+and most changed fields are found because other events depend on them, even if everything was renumbered.
+docs/recording-and-proof.md lists the fields on which nothing depends.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ LAWS: tuple[type[Law], ...] = (
     EndingLaw,
     TimeLaw,
 )
-"""In the order in which they take an event: those that write the books come first."""
+"""In the order in which they get an event. Laws that write the books come first."""
 _WRONG = (Broken, StateError, ValueError, IndexError, KeyError, TypeError, struct.error)
 
 
 class Audit:
-    """Raises Broken for an EngineStarted that cannot be."""
+    """Raises Broken for an impossible EngineStarted."""
 
     def __init__(self, started: ev.EngineStarted) -> None:
         self._books = Books(started)
@@ -57,7 +57,7 @@ class Audit:
                 self._takers.setdefault(kind, []).append(method)
 
     def take(self, batch: ev.StepBatch) -> Iterator[tuple[str, str]]:
-        """(event's name, what it broke) for the next batch. A snapshot after a broken law is believed."""
+        """(name of the event, what is wrong) for the next batch. A snapshot that breaks a law replaces the books."""
         self._books.begin_batch(batch)
         for e in batch.events:
             whole = True

@@ -1,7 +1,7 @@
-"""Books: what the events of a stream have said so far, for all laws, and the one way a law breaks.
+"""Books: what the events of a stream have said so far, shared by all laws.
 
-Owns the records of requests and their branches, built from the events alone, and a block's hash by its
-definition. What only one law needs is that law's own.
+Owns the records of requests and their branches, built from the events alone, the definition of a block's hash, and the
+error of a broken law. What only one law needs, that law keeps itself.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kvtop.state.pool_mirror import PoolMirror
 
 
 class Broken(Exception):
-    """One law that an event breaks."""
+    """An event breaks a law."""
 
 
 def need(ok: bool, text: str) -> None:
@@ -28,8 +28,11 @@ def need(ok: bool, text: str) -> None:
 
 @dataclass(slots=True, eq=False)
 class Branch:
-    """A sequence. `computed` tokens have KV, `known` were there at its admission, `published` blocks
-    need no storing any more, `bad`: its last logits were not finite, `pruned`: a beam that was dropped."""
+    """A sequence.
+
+    computed: tokens with KV. high: the most that `computed` ever was. known: tokens at its admission. published: blocks
+    that are stored. bad: its last logits were not finite. pruned: a beam that was dropped. chain: hashes of its blocks.
+    """
 
     seq_id: int
     request: Life
@@ -53,7 +56,7 @@ class Life:
     phase: str = "queued"
     branches: list[Branch] = field(default_factory=list)
     leader: Branch | None = None
-    """The branch that is looked up at an admission: the first that still generates."""
+    """The branch that an admission looks up: the first that still generates."""
     lookup: ev.PrefixLookup | None = None
     looked_up: bool = False
     cached: int | None = None
@@ -63,20 +66,23 @@ class Life:
     cache_write: int = 0
     high_published: int = 0
     searches: bool = False
-    """A beam search: its beams wait for each other, and only those that are not dropped count in the end."""
+    """It is a beam search: beams wait for each other, and dropped beams do not count at the end."""
     before_step: tuple[int, int] | None = None
-    """(cache_write, high_published) before what it published for the step that is sampled next."""
+    """(cache_write, high_published) before it published blocks for the step that is sampled next."""
     before_next: tuple[int, int] | None = None
-    """The same for the step after that, where one is planned ahead."""
+    """The same for the step after that, if one is planned ahead."""
 
 
 class Books:
-    """Raises Broken where the EngineStarted cannot be."""
+    """Raises Broken for an impossible EngineStarted."""
 
     def __init__(self, started: ev.EngineStarted) -> None:
         need(started.schema <= ev.SCHEMA, f"schema {started.schema} is newer than {ev.SCHEMA}")
-        need(2 <= started.num_blocks <= MOST_BLOCKS, f"{started.num_blocks} blocks cannot be")
-        need(1 <= started.block_size <= MOST_BLOCK_SIZE, f"blocks of {started.block_size} tokens cannot be")
+        need(2 <= started.num_blocks <= MOST_BLOCKS, f"{started.num_blocks} blocks are impossible")
+        need(
+            1 <= started.block_size <= MOST_BLOCK_SIZE,
+            f"blocks of {started.block_size} tokens are impossible",
+        )
         self.size = started.block_size
         self.mirror = PoolMirror(started.num_blocks, started.block_size)
         self.redacted = started.hash_seed is None
@@ -90,30 +96,30 @@ class Books:
         self.has_text = "text" in started.capabilities
         self.branches: dict[int, Branch] = {}
         self.stored_now: set[int] = set()
-        """Blocks that are published and not yet written: by the step that is sampled next."""
+        """Published blocks that the step that is sampled next will write."""
         self.stored_next: set[int] = set()
-        """By the one after it."""
+        """Published blocks that the step after it will write."""
         self.publishing: list[Life] = []
         self.scheduled: ev.StepScheduled | None = None
         self.born: dict[int, int] = {}
-        """Branches that parted in this step, and the tokens that their parents have computed in it."""
+        """Branches that were forked in this step -> tokens that the parent has computed after it."""
         self.sampled = self.completed = self.failed = False
         self.t_before = self.t = 0.0
-        """The batches' clock at the end of the batch before, and of this one."""
+        """Time of the batch before, and of this batch."""
         self.knobs = started.knobs
         self.max_model_len = started.max_model_len
 
     def begin_batch(self, batch: ev.StepBatch) -> None:
-        """Its events come next."""
+        """The events of this batch come next."""
         self.t_before, self.t = self.t, batch.t
 
     def end_batch(self) -> None:
-        """Every law has seen it."""
+        """Every law has checked the batch."""
         self.scheduled = None
         self.sampled = self.completed = self.failed = False
 
     def resync(self, s: ev.PoolSnapshot) -> None:
-        """Believe the pool after a broken law, so that the next violation is one of its own."""
+        """Take over the snapshot after a broken law, so that the same error is not reported again."""
         self.mirror.load(s)
         for i, computed in zip(s.seq_ids, s.computed, strict=True):
             if i in self.branches:
@@ -139,18 +145,19 @@ class Books:
         return plan.start[row] + plan.n[row]
 
     def first_branch(self, life: Life, seq_id: int) -> Branch:
-        """A request's first sequence, which holds its prompt."""
+        """The first sequence of a request, which has its prompt."""
         return Branch(seq_id, life, list(life.queued.prompt_token_ids), life.prompt)
 
     def written(self) -> None:
-        """What was published for this step is now there, or was withdrawn; the next one's is next."""
+        """The blocks published for this step are written or withdrawn. Those of the next step become the current
+        ones."""
         self.stored_now, self.stored_next = self.stored_next, set()
         for life in self.publishing:
             life.before_step, life.before_next = life.before_next, None
         self.publishing = [life for life in self.publishing if life.before_step is not None]
 
     def block_hash(self, branch: Branch, block: int) -> str:
-        """Hash of a block by its definition, from the sequence's own tokens."""
+        """Hash of a block, computed by its definition from the tokens of the sequence."""
         chain, size = branch.chain, self.size
         while len(chain) <= block:
             i = len(chain)

@@ -1,7 +1,7 @@
-"""Law of endings: a request ends for the reason that its tokens give.
+"""Law of endings: the reason of an end agrees with the tokens of the request.
 
-Owns which tokens ended a request. The model's end tokens are in no event: a token that ended one request, without
-being one of its stop tokens, ends all that do not ignore them.
+Owns which tokens ended a request. No event has the model's end tokens. But if a token that is not a stop token of its
+request ended one request, it must end every request that does not ignore end tokens.
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ from kvtop.record.audit.law import Law, takes
 
 
 class EndingLaw(Law):
-    """Beam searches end by their hypotheses, which no event has: only their length is checked."""
+    """A beam search ends by its hypotheses, which are in no event, so only its length is checked."""
 
     def __init__(self, books: Books) -> None:
         super().__init__(books)
         self._ends: dict[int, int] = {}
         """Token that ended a request -> the request."""
         self._passed: set[int] = set()
-        """Tokens after which a request went on that does not ignore end tokens."""
+        """Tokens after which a request continued that does not ignore end tokens."""
         self._last: dict[int, int] = {}
-        """Last token of a request that ended for another reason than that token -> the request."""
+        """Last token of a request that ended for another reason -> the request."""
 
     @takes(ev.TokensSampled)
     def sampled(self, e: ev.TokensSampled) -> None:
-        """Never more tokens than were asked for, or than the context holds."""
+        """Never more tokens than were asked for, or than fit in the context."""
         for i in e.seq_ids:
             branch = self.books.branch(i)
             most = self._most(branch.request)
@@ -34,12 +34,12 @@ class EndingLaw(Law):
 
     @takes(ev.RequestFinished)
     def finished(self, e: ev.RequestFinished) -> None:
-        """The reason, as far as tokens show it."""
+        """The reason of the end, as far as tokens show it."""
         life = self.books.life(e.request_id)
         never = not life.branches
         failed = e.reason in ("error", "refused") or (e.reason == "abort" and never)
-        need(e.error is None or failed, f"{e.reason}, yet with an error")
-        need(e.error is not None or e.reason not in ("error", "refused"), f"{e.reason} without a word why")
+        need(e.error is None or failed, f"{e.reason}, but it has an error")
+        need(e.error is not None or e.reason not in ("error", "refused"), f"{e.reason} without an error text")
         if never or life.searches:
             return
         branch = life.branches[0]
@@ -47,9 +47,9 @@ class EndingLaw(Law):
         full = output >= self._most(life)
         need(e.reason != "length" or full, f"ended by length after {output} of {self._most(life)} tokens")
         over = all(b.length - life.prompt >= self._most(life) for b in life.branches)
-        need(e.reason != "abort" or not over, "aborted, yet its last tokens had come")
+        need(e.reason != "abort" or not over, "aborted, but all its tokens had been sampled")
         parted = life.queued.n if e.reason in ("stop", "length") else 0
-        need(len(life.branches) >= parted, f"{len(life.branches)} of {parted} samples came up")
+        need(len(life.branches) >= parted, f"{len(life.branches)} of {parted} samples exist")
         if not self.books.redacted and output > 0:
             self._note(e, life, branch)
 
@@ -65,17 +65,17 @@ class EndingLaw(Law):
             f"ended by {e.reason}, but its last token is a stop token",
         )
         if e.reason == "stop" and not own and not params.get("stop"):
-            need(heeds, "ended by a token, yet it ignores end tokens")
+            need(heeds, "ended by a token, but it ignores end tokens")
             self._ends.setdefault(last, e.request_id)
         elif heeds and (e.reason == "length" or (e.reason == "abort" and len(life.branches) == 1)):
             self._last.setdefault(last, e.request_id)
 
     def close(self) -> None:
-        """What ended one request ends all."""
+        """A token that ended one request ends all requests."""
         for token, request_id in self._ends.items():
             need(
                 token not in self._passed,
-                f"token {token} ended request {request_id}, another went on after it",
+                f"token {token} ended request {request_id}, but another one continued after it",
             )
             other = self._last.get(token)
             need(other is None, f"token {token} ended request {request_id}, but not request {other}")

@@ -1,6 +1,7 @@
-"""Law of an eviction: why a block lost its hash, and for whom.
+"""Law of evictions: why a block lost its hash, and for which sequence.
 
-Owns what must follow a BlocksEvicted (its block is taken next, or its request ends), and whose unwritten blocks are.
+Owns what must follow a BlocksEvicted (its block is taken next, or its request ends), and which sequence published each
+block last.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ from kvtop.record.audit.law import Law, takes
 
 
 class EvictionLaw(Law):
-    """reallocated: the next pool event takes these blocks for that sequence. unwritten: that sequence published
-    them for a step that has not run. invalid: what that sequence's request computed, or what an audit found, is bad."""
+    """reallocated: the next pool event takes these blocks for `by_seq`. unwritten: `by_seq` published them for a step
+    that has not run. invalid: the request of `by_seq` computed something bad, or an audit found the blocks bad."""
 
     def __init__(self, books: Books) -> None:
         super().__init__(books)
@@ -28,7 +29,7 @@ class EvictionLaw(Law):
 
     @takes(*ev.POOL_EVENTS)
     def pool_event(self, e: ev.Event) -> None:
-        """Whoever a block was evicted for takes it at once."""
+        """The sequence for which a block was evicted takes it in the next pool event."""
         before, self._taken = self._taken, None
         if before is not None:
             self._need_taken(before, e)
@@ -77,20 +78,20 @@ class EvictionLaw(Law):
 
     @takes(ev.HitAudited)
     def audited(self, e: ev.HitAudited) -> None:
-        """What is bad is evicted as invalid."""
+        """Blocks that an audit found bad are evicted as invalid."""
         self._audited.update(e.bad)
 
     @takes(ev.RequestFinished)
     def finished(self, e: ev.RequestFinished) -> None:
-        """A request that computed something bad ends. An audit may find that out after its last token."""
+        """A request that computed something bad ends. An audit may find it after the last token."""
         self._ended.add(e.request_id)
 
     def end_batch(self, batch: ev.StepBatch) -> None:
-        """No block is left evicted for somebody who does not take it."""
+        """Every block that was evicted as reallocated was taken."""
         taken, self._taken = self._taken, None
         lost = set(self._invalid) - self._ended
         self._audited.clear()
         self._invalid.clear()
         self._ended.clear()
-        need(taken is None, "evicted as reallocated, but nobody takes it")
+        need(taken is None, "evicted as reallocated, but no sequence takes it")
         need(not lost, f"request {min(lost, default=0)} computed something bad and did not end")

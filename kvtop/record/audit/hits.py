@@ -1,6 +1,7 @@
-"""Law of audited hits: one of N look-ups that read from the cache is computed again, and a bad block has consequences.
+"""Law of audited hits: one of N cache hits is computed again, and a bad block has consequences.
 
-Owns which hits are due (the knob `audit` says how many), what of them can still be compared, and what must follow.
+Owns which hits are due (one of `audit` hits, a knob), which of their blocks can still be compared, and what must
+follow.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from kvtop.record.audit.law import Law, takes
 
 @dataclass(slots=True)
 class _Due:
-    """A hit of the step under way: its request, and the blocks and hashes that it read."""
+    """A hit of the current step that must be audited: its request, and the hashes that it read."""
 
     life: Life
     seq_id: int
@@ -22,7 +23,8 @@ class _Due:
 
 
 class HitLaw(Law):
-    """HitAudited comes with the step that follows the hit, of all that is still in the hash table."""
+    """A HitAudited comes with the step that follows the hit. It compares the blocks that are still in the hash
+    table."""
 
     def __init__(self, books: Books) -> None:
         super().__init__(books)
@@ -30,11 +32,11 @@ class HitLaw(Law):
         self._hits = 0
         self._due: list[_Due] = []
         self._read: dict[int, list[int]] = {}
-        """Sequence -> blocks that it read at its admission."""
+        """Sequence -> blocks that it hit at its admission."""
         self._owed: set[int] = set()
-        """Bad blocks that are still findable."""
+        """Bad blocks that are not evicted yet."""
         self._owed_errors: set[int] = set()
-        """Requests that read bad blocks and have not failed."""
+        """Requests that read bad blocks and have not failed yet."""
 
     @takes(ev.RequestAdmitted)
     def admitted(self, e: ev.RequestAdmitted) -> None:
@@ -55,13 +57,15 @@ class HitLaw(Law):
 
     @takes(ev.HitAudited)
     def audited(self, e: ev.HitAudited) -> None:
-        """Of a hit that is due, all that is still there; bad is what is over the tolerance."""
+        """All blocks of a due hit that are still cached are compared. A block over the tolerance is bad."""
         place = next((i for i, d in enumerate(self._due) if d.life.queued.request_id == e.request_id), None)
         need(place is not None or not self._every, f"no hit of request {e.request_id} is due for an audit")
         if place is not None:
             left = self._left(self._due.pop(place))
-            need(e.blocks == left, f"blocks {e.blocks[:3]} were compared, of the hit {left[:3]} are there")
-        need(set(e.bad) <= set(e.blocks), "a block is bad that was not compared")
+            need(
+                e.blocks == left, f"blocks {e.blocks[:3]} were compared, but {left[:3]} of the hit are cached"
+            )
+        need(set(e.bad) <= set(e.blocks), "a block that was not compared is bad")
         over = e.error is None or e.error > e.tolerance
         need(over == bool(e.bad), f"error {e.error}, tolerance {e.tolerance}, {len(e.bad)} blocks bad")
         self._owed.update(e.bad)
@@ -70,19 +74,19 @@ class HitLaw(Law):
 
     @takes(ev.BlocksEvicted)
     def evicted(self, e: ev.BlocksEvicted) -> None:
-        """A bad block is no longer findable."""
+        """A bad block leaves the hash table."""
         if e.why == "invalid":
             self._owed.difference_update(e.ids)
 
     @takes(ev.EngineError)
     def failed(self, e: ev.EngineError) -> None:
-        """An audit that could not run says so, one that found something does, too."""
+        """There is an EngineError for an audit that could not run, and for one that found bad blocks."""
         self._due = [d for d in self._due if d.life.queued.request_id != e.request_id]
         self._owed_errors.discard(-1 if e.request_id is None else e.request_id)
 
     @takes(ev.StepCompleted)
     def completed(self, e: ev.StepCompleted) -> None:
-        """The step that wrote what was hit is over: so are its audits."""
+        """The step that wrote the hit blocks is over, so its audits are over too."""
         due, self._due = self._due, []
         owed, self._owed = self._owed, set()
         errors, self._owed_errors = self._owed_errors, set()

@@ -1,4 +1,7 @@
-"""Law of the pool besides its transitions: what may be hit, shared, released and stored, and under which hash."""
+"""Law of the pool: which blocks may be hit, shared, released and stored, and with which hash.
+
+Owns the mirror and what each branch has computed and published. PoolMirror checks the transitions themselves.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ class PoolLaw(Law):
     def __init__(self, books: Books) -> None:
         super().__init__(books)
         self._withdrawn: set[int] = set()
-        """Blocks that lost their hash: nobody has to store them before they are released."""
+        """Blocks that lost their hash. They need not be stored again before they are released."""
         self._closing = False
         """The last event but EngineStopped was a PoolSnapshot."""
 
@@ -31,14 +34,14 @@ class PoolLaw(Law):
         if e.why == "hit":
             for i, b in enumerate(e.ids, at):
                 carried = self.books.mirror.hash[b] if 0 < b < self.books.mirror.num_blocks else None
-                need(carried is not None, f"block {b} was hit but carries no hash")
+                need(carried is not None, f"block {b} was hit but has no hash")
                 if lookup is not None and branch is branch.request.leader:
                     need(i < lookup.hit_blocks, f"block {b} was hit beyond the look-up's {lookup.hit_blocks}")
                     need(lookup.hashes[i] == carried, f"block {b} was hit but the look-up asked for another")
                 elif not self.books.redacted:
                     need(
                         self.books.block_hash(branch, i) == carried,
-                        f"block {b} was hit but holds other tokens",
+                        f"block {b} was hit but has other tokens",
                     )
         self.books.mirror.touched(e)
         if e.why == "hit":
@@ -55,9 +58,9 @@ class PoolLaw(Law):
             branch.published = min(branch.published, len(e.ids))
 
     def _rejoin(self, branch: Branch, ids: list[int]) -> None:
-        """It comes back from preemption and shares full blocks with a sibling again."""
+        """A branch resumes after a preemption and shares full blocks with another branch again."""
         tokens = len(ids) * self.books.size
-        need(tokens < branch.length, "a branch that comes back must compute at least one token")
+        need(tokens < branch.length, "a branch that resumes must compute at least one token")
         need(
             any(
                 s.computed >= tokens
@@ -66,7 +69,7 @@ class PoolLaw(Law):
                 for s in branch.request.branches
                 if s is not branch
             ),
-            f"blocks {ids[:3]} are no computed blocks of a sibling with the same tokens",
+            f"blocks {ids[:3]} are no computed blocks of another branch with the same tokens",
         )
         branch.published, branch.computed = len(ids), tokens
 
@@ -129,7 +132,8 @@ class PoolLaw(Law):
             )
 
     def _publish_ahead(self, life: Life, ids: list[int]) -> None:
-        """For the step that is about to be scheduled; behind a StepScheduled, for the one after that."""
+        """The blocks are published for the step that is scheduled next; after a StepScheduled, for the one after
+        that."""
         books = (life.cache_write, life.high_published)
         if life not in self.books.publishing:
             self.books.publishing.append(life)
@@ -164,7 +168,7 @@ class PoolLaw(Law):
         need(not wrong, "; ".join(wrong[:3]))
 
     def end_batch(self, batch: ev.StepBatch) -> None:
-        """The last batches are a PoolSnapshot and EngineStopped."""
+        """Note whether the last event before EngineStopped is a PoolSnapshot."""
         rest = [e for e in batch.events if type(e) is not ev.EngineStopped]
         if rest:
             self._closing = type(rest[-1]) is ev.PoolSnapshot

@@ -1,4 +1,7 @@
-"""Law of a request's life: queued, looked up, admitted, preempted, finished, and the figures at its end."""
+"""Law of requests: the order queued, looked up, admitted, preempted, finished, and the usage at the end.
+
+Owns the records of requests and their first branches.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from kvtop.record.audit.law import Law, takes
 
 
 class RequestLaw(Law):
-    """Writes the records of requests and their first branches."""
+    """See the module."""
 
     @takes(ev.RequestQueued)
     def on_queued(self, e: ev.RequestQueued) -> None:
@@ -23,13 +26,13 @@ class RequestLaw(Law):
     @takes(ev.PrefixLookup)
     def on_lookup(self, e: ev.PrefixLookup) -> None:
         life = self.books.life(e.request_id)
-        need(life.lookup is None, "a look-up, but its last one led to no admission")
+        need(life.lookup is None, "a look-up, but no admission followed the last one")
         need(life.phase == ("preempted" if e.resumed else "queued"), f"a look-up while {life.phase}")
         length = life.leader.length if life.leader else life.prompt
         need(e.prompt_tokens == length, f"{e.prompt_tokens} tokens looked up, the sequence has {length}")
         need(
             len(e.hashes) == max(0, length - 1) // self.books.size,
-            f"{len(e.hashes)} hashes asked for, {max(0, length - 1) // self.books.size} blocks could be",
+            f"{len(e.hashes)} hashes were looked up, {max(0, length - 1) // self.books.size} blocks can be",
         )
         need(
             e.hit_tokens == e.hit_blocks * self.books.size,
@@ -57,10 +60,10 @@ class RequestLaw(Law):
     def on_blocked(self, e: ev.AdmissionBlocked) -> None:
         life = self.books.life(e.request_id)
         need(life.phase in ("queued", "preempted"), f"blocked while {life.phase}")
-        need(e.need > e.free, f"blocked although {e.need} are needed and {e.free} are there")
+        need(e.need > e.free, f"blocked although {e.need} are needed and {e.free} are free")
         if e.reason == "blocks":
             queue = self.books.mirror.num_blocks - 1 - self.books.mirror.active
-            need(e.free <= queue, f"{e.free} blocks free, the queue holds {queue}")
+            need(e.free <= queue, f"{e.free} blocks are free, but the queue has {queue}")
 
     @takes(ev.RequestAdmitted)
     def on_admitted(self, e: ev.RequestAdmitted) -> None:
@@ -86,7 +89,7 @@ class RequestLaw(Law):
             need(not self.books.caching, "admitted without a PrefixLookup")
             need(e.cached_tokens == 0, "cached tokens without a look-up")
         else:
-            need(lookup.resumed == e.resumed, "the look-up before says otherwise about being resumed")
+            need(lookup.resumed == e.resumed, "its look-up has another value of `resumed`")
             need(
                 lookup.hit_tokens == e.cached_tokens,
                 f"{e.cached_tokens} cached tokens, the look-up hit {lookup.hit_tokens}",
@@ -123,7 +126,7 @@ class RequestLaw(Law):
         need(e.reason not in ("stop", "length") or was == "running", f"{e.reason} while {was}")
         need(e.reason != "refused" or not life.branches, "refused after its admission")
         bad = not life.searches and any(b.bad for b in life.branches)
-        need(not bad or e.reason in ("error", "abort"), "its logits were not finite, yet it did not fail")
+        need(not bad or e.reason in ("error", "abort"), "its logits were not finite, but it did not fail")
         u, cached = e.usage, life.cached or 0
         want = {
             "prompt_tokens": life.prompt,
@@ -136,7 +139,7 @@ class RequestLaw(Law):
         }
         for name, value in want.items():
             said = getattr(u, name)
-            need(said == value, f"usage says {name} {said}, the events {value}")
+            need(said == value, f"usage: {name} is {said}, the events give {value}")
 
     def close(self) -> None:
         """The stream is over."""

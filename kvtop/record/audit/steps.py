@@ -1,4 +1,7 @@
-"""Law of a step: what is scheduled can be written, what was scheduled is sampled, what is reported adds up."""
+"""Law of steps: scheduled tokens have blocks that may be written, scheduled rows are sampled, and the sums agree.
+
+Owns what a step computes, the tokens of branches, and forks.
+"""
 
 from __future__ import annotations
 
@@ -8,19 +11,19 @@ from kvtop.record.audit.law import Law, takes
 
 
 class StepLaw(Law):
-    """Writes what the step of this batch has done, the branches' tokens, and branches that part."""
+    """See the module."""
 
     def __init__(self, books: Books) -> None:
         super().__init__(books)
         self._drafts: dict[int, tuple[int, int]] = {}
-        """Drafts of a sequence in this step, and how many its tokens say were accepted."""
+        """Sequence -> (drafts in this step, how many of them were accepted by its tokens)."""
 
     @takes(ev.SequenceForked)
     def on_forked(self, e: ev.SequenceForked) -> None:
         life, parent = self.books.life(e.request_id), self.books.branch(e.parent)
         need(e.child not in self.books.branches, f"sequence {e.child} exists already")
         need(parent.request is life and life.phase == "running", "forked from a sequence that does not run")
-        # Where samples part, within a step, the parent's row is executed, but its TokensSampled is still to come.
+        # Samples are forked after the parent's row was executed and before its TokensSampled.
         computed = self.books.reached(parent)
         if self.books.scheduled is not None and not self.books.sampled:
             self.books.born[e.child] = computed
@@ -75,10 +78,10 @@ class StepLaw(Law):
                 )
                 need(
                     self.books.mirror.hash[b] is None or b in self.books.stored_now,
-                    f"block {b} is written although it is sealed",
+                    f"block {b} is written although it has a hash",
                 )
             if self.books.caching:
-                # Those before were looked at when they were scheduled, or carried a hash when they were hit.
+                # Earlier blocks were checked when they were scheduled, or had a hash when they were hit.
                 for b in table[start // self.books.size : min(end, branch.known) // self.books.size]:
                     need(
                         self.books.mirror.hash[b] is not None,
@@ -104,7 +107,7 @@ class StepLaw(Law):
                 start = end = branch.computed
             elif i in self.books.born:
                 start = end = self.books.born[i]
-                need(count == 1, f"sequence {i} parted without a token of its own")
+                need(count == 1, f"sequence {i} was forked without a token")
             else:
                 row = plan.seq_ids.index(i)
                 start, end = plan.start[row], plan.start[row] + plan.n[row]
@@ -130,14 +133,16 @@ class StepLaw(Law):
             if i not in e.seq_ids:
                 need(self.books.branch(i).request.phase != "running", f"sequence {i} ran but has no row")
         unborn = self.books.born.keys() - set(e.seq_ids)
-        need(not unborn, f"sequence {min(unborn, default=0)} parted but has no row")
+        need(not unborn, f"sequence {min(unborn, default=0)} was forked but has no row")
         self.books.born.clear()
 
     @takes(ev.DraftVerified)
     def on_verified(self, e: ev.DraftVerified) -> None:
         want = self._drafts.pop(e.seq_id, None)
         said = (e.proposed, e.accepted)
-        need(want == said, f"sequence {e.seq_id}: {said} drafts proposed and accepted, its tokens say {want}")
+        need(
+            want == said, f"sequence {e.seq_id}: {said} drafts proposed and accepted, its tokens give {want}"
+        )
 
     @takes(ev.StepCompleted)
     def on_completed(self, e: ev.StepCompleted) -> None:
@@ -157,7 +162,7 @@ class StepLaw(Law):
         need(most is None or e.budget <= most, f"a budget of {e.budget}, more than {most}")
         need(
             0 <= e.overrun <= e.budget - tokens,
-            f"{tokens} tokens and {e.overrun} of ended sequences in a budget of {e.budget}",
+            f"{tokens} tokens and {e.overrun} of ended sequences exceed the budget of {e.budget}",
         )
         said, mine = (e.free, e.active, e.cached), (mirror.free, mirror.active, mirror.cached)
         need(said == mine, f"free, active, cached are {said}, the events say {mine}")
@@ -174,7 +179,7 @@ class StepLaw(Law):
         self.books.failed = True
 
     def end_batch(self, batch: ev.StepBatch) -> None:
-        """What was scheduled has ended in the same batch."""
+        """A scheduled step is completed in the same batch."""
         books = self.books
         if books.scheduled is not None:
             if not books.sampled:

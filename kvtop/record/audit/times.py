@@ -1,4 +1,4 @@
-"""Law of instants: what a request's timings say lies in the batches that its events are in.
+"""Law of instants: every instant in a request's timings lies in the batch with the matching event.
 
 Owns between which two batches each request was admitted and sampled its first and its last token.
 """
@@ -16,7 +16,7 @@ Between = tuple[float, float]
 
 @dataclass(slots=True)
 class _Instants:
-    """(t of the batch before, t of the batch) of each; None where it never got there."""
+    """(t of the batch before, t of the batch) of each event; None if it never came."""
 
     admitted: Between | None = None
     first: Between | None = None
@@ -24,7 +24,7 @@ class _Instants:
 
 
 class TimeLaw(Law):
-    """An instant is proven to within its batch, the arrival exactly."""
+    """An arrival is checked exactly, every other instant to within its batch."""
 
     def __init__(self, books: Books) -> None:
         super().__init__(books)
@@ -36,7 +36,7 @@ class TimeLaw(Law):
 
     @takes(ev.RequestQueued)
     def queued(self, e: ev.RequestQueued) -> None:
-        """It arrived before it was queued."""
+        """A request arrives before it is queued."""
         self._instants[e.request_id] = _Instants()
         need(e.t_arrival <= self.books.t, f"it arrived at {e.t_arrival}, after its batch at {self.books.t}")
 
@@ -57,7 +57,7 @@ class TimeLaw(Law):
 
     @takes(ev.RequestFinished)
     def finished(self, e: ev.RequestFinished) -> None:
-        """Each instant lies in its batch, and they follow one another."""
+        """Each instant lies in its batch, and the instants are in order."""
         life, t = self.books.life(e.request_id), e.timings
         known = self._instants.pop(e.request_id, _Instants())
         need(
@@ -70,7 +70,10 @@ class TimeLaw(Law):
             ("t_finished", t.t_finished, self._now),
         ):
             if between is None or instant is None:
-                need(between is None and instant is None, f"{name} is {instant}, the events say otherwise")
+                need(
+                    between is None and instant is None,
+                    f"{name} is {instant}, which does not agree with the events",
+                )
             else:
                 need(between[0] <= instant <= between[1], f"{name} is {instant}, its batch is {between}")
         instants = [

@@ -1,6 +1,6 @@
-"""Law of the waiting queue: each request enters it where it says, and only its head is admitted or blocked.
+"""Law of the waiting queue: a request enters it at its `position`, and only the head is admitted or blocked.
 
-Owns the queue, in its order. Recordings that are older than `position` say nothing about it, and are not asked.
+Owns the queue in its order. Older recordings have no `position` and are not checked.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ from kvtop.record.audit.law import Law, takes
 
 
 class WaitingLaw(Law):
-    """Under the policy `priority` the queue is sorted by priority, arrival and id."""
+    """With the policy `priority` the queue is sorted by priority, arrival and id."""
 
     def __init__(self, books: Books) -> None:
         super().__init__(books)
         self._queue: list[int] = []
         self._has_positions = False
-        """Some event had one: this recording is not older than they are."""
+        """An event had a position, so this recording is not an older one."""
         self._sorted = books.knobs.scheduling_policy == "priority"
 
     @takes(ev.RequestQueued, ev.RequestPreempted)
     def enters(self, e: ev.RequestQueued | ev.RequestPreempted) -> None:
-        """At an index that the queue has; -1: it never waits."""
+        """The position is an index of the queue. -1: the request never waits."""
         if e.position < 0:
             return
         self._has_positions = True
@@ -39,7 +39,7 @@ class WaitingLaw(Law):
 
     @takes(ev.RequestAdmitted)
     def admitted(self, e: ev.RequestAdmitted) -> None:
-        """The head leaves."""
+        """Only the head leaves the queue."""
         if self._has_positions:
             head = self._queue[:1]
             self._leave(e.request_id)
@@ -49,7 +49,7 @@ class WaitingLaw(Law):
 
     @takes(ev.AdmissionBlocked)
     def blocked(self, e: ev.AdmissionBlocked) -> None:
-        """The head cannot."""
+        """Only the head is blocked."""
         head = self._queue[:1]
         need(
             not self._has_positions or head == [e.request_id],
@@ -58,7 +58,7 @@ class WaitingLaw(Law):
 
     @takes(ev.RequestFinished)
     def finished(self, e: ev.RequestFinished) -> None:
-        """Aborted, or refused, while it waited."""
+        """A request may be aborted or refused while it waits."""
         self._leave(e.request_id)
 
     def _leave(self, request_id: int) -> None:
