@@ -45,7 +45,7 @@ class DeviceSampler:
         self._thread.start()
 
     def stop(self, timeout: float = 2.0) -> None:
-        """End sampling; no emit after it returned, unless the driver hung for longer than `timeout` s."""
+        """End sampling. Nothing is emitted after it returns, unless the driver hangs for longer than `timeout` s."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join(timeout)
@@ -59,7 +59,7 @@ class DeviceSampler:
 
 
 def reader(device: str | None = None) -> Reader:
-    """A function that samples `device` (as in DeviceSampler) now; use is that since the last call."""
+    """A function that samples `device` (as in DeviceSampler). util is that since the last call."""
     if device is not None and not device.startswith("cuda"):
         return CpuReader()
     gpu = _nvml_reader(int(device.partition(":")[2] or 0) if device else 0)
@@ -72,8 +72,8 @@ def reader(device: str | None = None) -> Reader:
 
 
 class CpuReader:
-    """This process. util is its share of all cores that it may use (100: every one is busy), memory is its
-    resident set, memory_total is what machine and container allow, in bytes."""
+    """Samples this process. util: its share of the cores that it may use (100: all are busy). memory: its resident set.
+    memory_total: what the machine and the container allow."""
 
     def __init__(self) -> None:
         self._cores = machine.cores()
@@ -115,8 +115,8 @@ def _handle(nvml: Any, index: int, visible: str | None) -> Any:
 
 
 class NvmlReader:
-    """One GPU: util is the share of time in which a kernel ran (it says nothing about how well),
-    memory that of all processes on it, power in W. NVML tells no bytes/s of the memory."""
+    """Samples one GPU. util: the share of time in which a kernel ran, whatever it reached. memory: that of all
+    processes on the GPU. NVML does not report the bandwidth."""
 
     def __init__(self, nvml: Any, handle: Any) -> None:
         self._nvml, self._gpu = nvml, handle
@@ -138,5 +138,5 @@ class NvmlReader:
     def _ask(self, question: Callable[..., Any], *args: Any) -> Any:
         try:
             return question(*args)
-        except self._nvml.NVMLError:  # this card does not tell, or not to us
+        except self._nvml.NVMLError:  # the card does not report it, or not to this user
             return None

@@ -1,9 +1,8 @@
-"""Engine: a background thread around EngineCore, and the only part of the engine that other threads touch.
+"""Engine: a background thread around EngineCore. Other threads use only this class.
 
-Owns the thread, the inbox of commands, pause and slow motion, and what becomes of a failure. Every public
-method only leaves a command in the inbox, so no caller ever waits for a step; everything that happened comes
-back through the subscribed sinks as StepBatches. Invariant: every request that submit() took gets its
-RequestFinished before EngineStopped, also when the engine fails.
+Owns the thread, the inbox of commands, pause and slow motion, and the handling of failures. A public method only puts a
+command into the inbox, so no caller waits for a step. The subscribed sinks get all results as StepBatches. Invariant:
+every request that submit() accepted gets its RequestFinished before EngineStopped, also if the engine fails.
 """
 
 from __future__ import annotations
@@ -47,14 +46,14 @@ _log = logging.getLogger(__name__)
 
 
 class _StartGivenUp(Exception):
-    """stop() came while the model was loading."""
+    """stop() was called while the model was loading."""
 
 
 class Engine:
-    """A live engine. subscribe, start, wait_ready, submit …, stop.
+    """A live engine: subscribe, start, wait_ready, submit …, stop.
 
-    build: makes the model in the engine thread; tests hand over a toy. device_interval: seconds between
-    DeviceSamples, 0 for none.
+    build: builds the model in the engine thread; tests pass a toy. device_interval: seconds between DeviceSamples; 0:
+    none.
     """
 
     def __init__(self, config: EngineConfig, *, build: Build = build, device_interval: float = 1.0) -> None:
@@ -67,9 +66,10 @@ class Engine:
         self._log = EventLog(self.clock, self._publish)
         self._inbox: deque[Callable[[], None]] = deque()
         self._door = threading.Lock()
-        """Held while a request is posted or the engine closes: no request is posted after its last look."""
+        """Held while a request is posted and while the engine closes, so that no request is posted after the inbox was
+        read for the last time."""
         self._closed: str | None = None
-        """Why no more requests are taken."""
+        """Why no more requests are accepted."""
         self._wake = threading.Event()
         self._ready = threading.Event()
         self._failure: SetupError | None = None
@@ -80,7 +80,7 @@ class Engine:
         self._turns: Turns | None = None
         self._load = LoadDriver(lambda: next(self._ids))
         self._sample_due: float | None = None
-        """When the runner is asked for its next DeviceSample; None: the machine is asked, by a thread of its own."""
+        """Time at which the runner makes its next DeviceSample. None: a DeviceSampler samples the machine."""
         self._stopping = False
         self._give_up_start = False
         self._paused = False
@@ -89,14 +89,13 @@ class Engine:
         self._thread = threading.Thread(target=self._run, name="kvtop-engine", daemon=True)
 
     def clock(self) -> float:
-        """Seconds since this engine was made: the `t` of its batches. Virtual ones where it is simulated."""
+        """Seconds since this engine was created: the `t` of its batches. A simulated engine has virtual seconds."""
         return self._clock.now()
 
     # ---------------------------------------------------------------- life, from any thread
 
     def subscribe(self, sink: Sink) -> None:
-        """`sink` gets every StepBatch in the engine thread and must only append it somewhere. Call
-        before start()."""
+        """`sink` is called in the engine thread with every StepBatch and must return at once. Call before start()."""
         self._sinks.append(sink)
 
     def start(self) -> None:
@@ -104,7 +103,7 @@ class Engine:
         self._thread.start()
 
     def wait_ready(self, timeout: float | None = None) -> None:
-        """Block until the engine takes requests. Raises SetupError if the start failed, TimeoutError."""
+        """Block until the engine accepts requests. Raises SetupError if the start failed, and TimeoutError."""
         if not self._ready.wait(timeout):
             raise TimeoutError(f"the engine was not ready after {timeout} s")
         if self._failure:
@@ -112,7 +111,7 @@ class Engine:
 
     @property
     def is_ready(self) -> bool:
-        """The model is loaded and the engine takes requests."""
+        """The model is loaded and the engine accepts requests."""
         return self._ready.is_set() and self._failure is None
 
     @property
@@ -121,8 +120,10 @@ class Engine:
         return self._failure
 
     def stop(self, timeout: float = 10.0) -> None:
-        """Abort what runs, emit the closing PoolSnapshot and EngineStopped, end the thread. A start that
-        is still loading ends at its next sign of progress."""
+        """Abort all requests, emit the closing PoolSnapshot and EngineStopped, and end the thread.
+
+        A model that is still loading stops at its next report of progress.
+        """
 
         def command() -> None:
             self._stopping = True
@@ -152,15 +153,17 @@ class Engine:
     ) -> int:
         """Queue a prompt and return its request id at once. Raises NotRunning after stop() or a failure.
 
-        A text goes through the chat template: as the next turn of `conversation` (when its running turn
-        has finished; only then does it arrive), else as a conversation of its own with `system`. Token
-        ids go in as they are; `spans` then says who speaks where, as in RequestQueued. A refusal arrives
-        as RequestFinished("refused"). Raises TypeError on a prompt that is neither.
+        A text goes through the chat template, as the next turn of `conversation`, else as a new conversation with
+        `system`. A next turn arrives when the running turn of its conversation has finished. Token ids are used as they
+        are; `spans` then has the roles, as in RequestQueued. A refusal comes as RequestFinished("refused"). Raises
+        TypeError for any other prompt.
         """
         if not isinstance(prompt, str):
             if conversation is not None:
                 raise TypeError("a conversation takes text: it keeps the token ids itself")
-            prompt = list(map(index, prompt))  # the caller may change its list, numpy's numbers are not int
+            prompt = list(
+                map(index, prompt)
+            )  # a copy, because the caller may change its list; `index` because numpy's numbers are not int
         one = Prompt(next(self._ids), prompt, params or SamplingParams(), self.clock(), priority, salt)
 
         def command() -> None:
@@ -173,14 +176,14 @@ class Engine:
         return one.request_id
 
     def new_conversation(self, system: str | None = None, system_name: str = "") -> int:
-        """A conversation that keeps its token ids, so that history hits the cache. Returns its id. Raises NotRunning
-        like submit()."""
+        """A conversation that keeps its token ids, so its history is found in the cache. Returns its id. Raises
+        NotRunning like submit()."""
         number = next(self._conversation_ids)
         self._request(lambda: self._talk().open(number, system, system_name))
         return number
 
     def abort(self, request_id: int) -> None:
-        """End a request in any state; unknown and finished ones are ignored."""
+        """End a request in any state. Unknown and finished requests are ignored."""
 
         def command() -> None:
             self._talk().abort(request_id)
@@ -189,8 +192,10 @@ class Engine:
         self._post(command)
 
     def play(self, workload: Workload) -> None:
-        """Let a workload's requests arrive; its second 0 is when the engine thread reads this. One load at a time.
-        Raises NotRunning like submit()."""
+        """Start a workload. Its second 0 is the moment at which the engine thread reads this command.
+
+        Only one load runs at a time. Raises NotRunning like submit().
+        """
 
         def command() -> None:
             model = self._model
@@ -203,12 +208,12 @@ class Engine:
 
     @property
     def load_over(self) -> bool:
-        """No request of a load will come any more; those that came may still run."""
+        """No more requests of a load will arrive. Those that have arrived may still run."""
         return self._load.over
 
     @property
     def load_requests(self) -> int:
-        """Requests of loads that have come so far."""
+        """Requests of loads that have arrived so far."""
         return self._load.requests
 
     # ---------------------------------------------------------------- control, from any thread
@@ -222,7 +227,7 @@ class Engine:
         self._post(lambda: self._pause(False))
 
     def step_once(self) -> None:
-        """One step of a paused engine; nothing while it runs or has no work."""
+        """Run one step of a paused engine. Does nothing if the engine is not paused or has no work."""
 
         def command() -> None:
             if self._paused:
@@ -231,7 +236,7 @@ class Engine:
         self._post(command)
 
     def set_slow(self, seconds: float) -> None:
-        """Slow motion: wait this long between steps; 0 ends it."""
+        """Slow motion: wait this long between steps. 0 ends it."""
 
         def command() -> None:
             self._slow = seconds
@@ -240,11 +245,11 @@ class Engine:
         self._post(command)
 
     def request_snapshot(self) -> None:
-        """Ask for a PoolSnapshot batch, also while idle."""
+        """Ask for a batch with a PoolSnapshot. Also works while the engine is idle."""
         self._post(lambda: self._live().snapshot())
 
     def reset_prefix_cache(self, reset_running: bool = False) -> None:
-        """Drop all hashes; ignored while blocks are in use unless `reset_running`."""
+        """Drop all hashes. Ignored while blocks are in use, unless `reset_running`."""
 
         def command() -> None:
             if not self._live().reset_prefix_cache(reset_running):
@@ -264,7 +269,7 @@ class Engine:
         self._wake.set()
 
     def _request(self, command: Callable[[], None], first: Callable[[], None] = lambda: None) -> None:
-        """Post a command that must not come too late. first: called before it, if it does not."""
+        """Post a command unless the engine is closed. first: is called before it is posted. Raises NotRunning."""
         with self._door:
             if self._closed is not None:
                 raise NotRunning(f"the engine takes no more requests: {self._closed}")
@@ -275,7 +280,7 @@ class Engine:
         for sink in self._sinks:
             try:
                 sink(batch)
-            except Exception:  # a reader that fails must stop neither the engine nor the other readers
+            except Exception:  # a sink that fails must not stop the engine or the other sinks
                 _log.exception("a sink failed on batch %d", batch.seq)
 
     def _live(self) -> EngineCore:
@@ -348,8 +353,8 @@ class Engine:
         self._log.cut(started(config, model, seed, self._epoch, samples=self._device_interval > 0))
         self._turns = Turns(core, text, self._post, allow_special=self.config.allow_special_tokens)
         if model.source == "live" and model.runner.weights_bytes:
-            # A full collection walks everything that torch brought, 0.1 s with the interpreter held, and shows
-            # as a spike between tokens. What is alive now stays alive: it need not be walked again.
+            # A full collection visits all objects of torch. It holds the interpreter for 0.1 s, which is visible as a
+            # delay between tokens. The objects that exist now will stay, so they need not be visited again.
             gc.collect()
             gc.freeze()
         return core
@@ -382,7 +387,7 @@ class Engine:
                 self._sample_runner()
 
     def _sample_runner(self) -> None:
-        """A simulated device is asked once an interval of the engine's clock."""
+        """Sample a simulated device once in each interval of the engine's clock."""
         now = self.clock()
         if self._sample_due is not None and now >= self._sample_due:
             assert self._model is not None and self._model.sample is not None
@@ -390,10 +395,10 @@ class Engine:
             self._sample_due = now + self._device_interval
 
     def _rest(self) -> None:
-        """Slow motion's wait, on the wall's clock; commands are carried out meanwhile."""
+        """The wait of slow motion, in real time. Commands are carried out during it."""
         begun = time.monotonic()
         while not (self._paused or self._stopping):
-            left = begun + self._slow - time.monotonic()  # a command may have changed the pace
+            left = begun + self._slow - time.monotonic()  # a command may have changed the wait
             if left <= 0:
                 return
             if self._wake.wait(left):
@@ -402,7 +407,7 @@ class Engine:
                 self._live().flush()
 
     def _obey(self) -> None:
-        """Carry out the inbox. A command that fails is reported, and harms nothing else."""
+        """Carry out the commands in the inbox. A failure is reported and affects no other command."""
         while self._inbox:
             try:
                 self._inbox.popleft()()
@@ -420,15 +425,15 @@ class Engine:
         core = self._core
         if core is not None:
             if self._turns is not None:
-                self._obey()  # what was submitted before the end becomes requests, so that each of them ends
+                self._obey()  # prompts submitted before the end become requests, so that each gets a RequestFinished
                 self._turns.close()
             core.close()
             try:
                 core.snapshot()
-            except Exception:  # the failure that ended the engine was reported
+            except Exception:  # the failure that ended the engine has been reported
                 _log.exception("closing the engine")
-        # What the start froze would outlive the interpreter's last collection: memory that is never given back, and
-        # libraries that list at exit whatever of theirs is still alive.
+        # Frozen objects would survive the interpreter's last collection. Their memory would never be released, and some
+        # libraries print a list of their objects that still exist at exit.
         gc.unfreeze()
         self._log.cut(EngineStopped(reason))
 

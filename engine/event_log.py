@@ -1,7 +1,7 @@
-"""EventLog: gathers what happens and cuts it into StepBatches.
+"""EventLog: collects events and cuts them into StepBatches.
 
-Owns the stream's numbering, so `seq` and `first_event` stay contiguous from the first word of a load to
-EngineStopped. Only the engine thread appends; a sink gets each batch and must return at once.
+Owns the numbers of the stream. Invariant: `seq` and `first_event` are contiguous from the first ModelLoading to
+EngineStopped. Only the engine thread appends. The sink is called with each batch and must return at once.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from engine.events import Event, StepBatch
 
 
 class EventLog:
-    """clock: seconds, monotonic. `emit` appends one event to the batch in the making; pool, scheduler
-    and core get that function and nothing else of the log."""
+    """clock: seconds, monotonic. `emit` appends an event to the next batch. Pool, scheduler and core get only this
+    function."""
 
     __slots__ = ("_num_batches", "_num_events", "_pending", "_sink", "clock", "emit", "step")
 
@@ -28,13 +28,13 @@ class EventLog:
         self._num_events = 0
 
     def cut(self, last: Event | None = None) -> StepBatch | None:
-        """Hand over a batch of everything pending, `last` at its end; None if there is nothing."""
+        """Give the sink a batch of all pending events, with `last` at its end. None if there are none."""
         if last is not None:
             self.emit(last)
         if not self._pending:
             return None
         events = self._pending[:]
-        self._pending.clear()  # in place: `emit` appends to this very list
+        self._pending.clear()  # in place, because `emit` appends to this list
         batch = StepBatch(self._num_batches, self.clock(), self.step, self._num_events, events)
         self._num_batches += 1
         self._num_events += len(events)

@@ -1,10 +1,10 @@
-"""The event schema: THE contract between whoever makes KV blocks move and whoever shows it.
+"""The event schema: the contract between an engine, which changes KV blocks, and the readers of its events.
 
-Owns the types, their JSON form and nothing else; imports no torch. Two laws hold for every stream:
-replaying the seven pool events rebuilds ref counts, hashes, tables and the exact free-queue order at
-every step; and `seq` and `first_event` are contiguous, so that a missing batch or event is visible.
-New types and new fields with a default, which a reader may skip, keep `SCHEMA`; a field that is removed,
-renamed or means something else bumps it. Either is told in CHANGELOG.md.
+Owns the types and their JSON form; imports no torch. Two laws hold for every stream. Replaying the seven pool events
+gives ref counts, hashes, tables and the exact order of the free queue at every step. `seq` and `first_event` are
+contiguous, so a missing batch or event is visible. A new type, or a new field with a default, keeps `SCHEMA`, since
+readers may skip it. A field that is removed, is renamed or gets another meaning needs a new `SCHEMA`. CHANGELOG.md has
+both kinds of changes.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ SCHEMA = 1
 NULL_BLOCK = 0
 """Physical block that is never handed out; the pool's queue starts as 1..num_blocks-1."""
 
-# What a number in a stream may be. Reading refuses any other; making an event checks nothing and costs nothing.
+# The ranges of numbers. They are checked when a stream is read. Creating an event checks nothing, so it costs nothing.
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
 """A number of things, an index, or an id."""
 Block = Annotated[int, msgspec.Meta(ge=1, le=1 << 53)]
-"""A physical block; the null block is in no event."""
+"""A physical block. The null block is in no event."""
 Work = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
 """Bytes or floating-point operations of one step."""
 Whole = Annotated[int, msgspec.Meta(ge=-(1 << 53), le=1 << 53)]
@@ -32,36 +32,36 @@ Whole = Annotated[int, msgspec.Meta(ge=-(1 << 53), le=1 << 53)]
 Token = Annotated[int, msgspec.Meta(ge=-(1 << 31), le=(1 << 31) - 1)]
 """A token id; hashes cover it as an int32."""
 Seconds = Annotated[float, msgspec.Meta(ge=-1e12, le=1e12)]
-"""An instant; one before the stream began is negative."""
+"""An instant. One before the start of the stream is negative."""
 Number = Annotated[float, msgspec.Meta(ge=-1e12, le=1e12)]
 """A finite figure that may be negative."""
 Duration = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
-"""Seconds that something took."""
+"""A length of time in seconds."""
 Amount = Annotated[float, msgspec.Meta(ge=0, le=1e30)]
 """A measured quantity, such as bytes/s."""
 Hash = Annotated[str, msgspec.Meta(min_length=32, max_length=32)]
 """32 hex digits."""
 
 _Bytes = bytes
-"""The contract names a field `bytes`, which would hide the type inside its class."""
+"""A class below has a field `bytes`, which hides the type of that name."""
 
 
 class Event(msgspec.Struct, frozen=True, gc=False, tag_field="type", tag=True):
-    """Base of all events. In JSON `type` (the class name) comes first."""
+    """Base of all events. In JSON the first key is `type`, the name of the class."""
 
 
 # ------------------------------------------------------------------ pool: only these seven change it
 
 
 class BlocksAllocated(Event, frozen=True):
-    """Popped from the queue's head in this order; ref = 1; appended to the sequence's table."""
+    """Popped from the head of the queue in this order; ref = 1; appended to the table of the sequence."""
 
     seq_id: Count
     ids: list[Block]
 
 
 class BlocksTouched(Event, frozen=True):
-    """Left the queue if ref was 0; ref + 1; appended to the sequence's table."""
+    """Removed from the queue if ref was 0; ref + 1; appended to the table of the sequence."""
 
     seq_id: Count
     ids: list[Block]
@@ -79,8 +79,11 @@ class BlocksCopied(Event, frozen=True):
 
 
 class BlocksReleased(Event, frozen=True):
-    """The table's last len(ids) entries, last first; ref - 1 each. Of those now at 0 the unhashed go
-    to the queue's head as one group in this order, the hashed to its tail in this order."""
+    """The last len(ids) entries of the table, last first; ref - 1 each.
+
+    Blocks that are now at ref 0 enter the queue: those without a hash at its head, as one group in this order; those
+    with a hash at its tail, in this order.
+    """
 
     seq_id: Count
     ids: list[Block]
@@ -104,10 +107,10 @@ class BlocksStored(Event, frozen=True):
 
 
 class BlocksEvicted(Event, frozen=True):
-    """Drops the hashes of these blocks and moves nothing.
+    """These blocks lose their hash. The queue does not change.
 
-    reallocated: taken for new content by `by_seq` (precedes its Allocated or Copied);
-    unwritten: published for a forward that did not run; invalid: KV found bad (NaN logits).
+    reallocated: `by_seq` takes them for new content (its BlocksAllocated or BlocksCopied comes next). unwritten: they
+    were published for a forward that did not run. invalid: their KV is bad (NaN logits, or an audit).
     """
 
     ids: list[Block]
@@ -117,16 +120,16 @@ class BlocksEvicted(Event, frozen=True):
 
 
 class CacheCleared(Event, frozen=True):
-    """Drops all hashes; the queue's order is unchanged."""
+    """All blocks lose their hash. The queue does not change."""
 
 
 class PoolSnapshot(Event, frozen=True):
-    """The pool's own word, made by the pool between two steps; last event of its own batch.
+    """The state of the pool between two steps, made by the pool itself. It is the last event of its batch.
 
     refs: triples [first, count, ref, ...] over the blocks with ref > 0, ascending.
-    queue: pairs [first, count, ...] head first; a negative count runs downwards (5, -3 = 5, 4, 3).
-    hashed_ids / hashes: every block that carries a hash, ascending by id.
-    seq_ids / tables / computed: live sequences, their block tables and num_computed tokens.
+    queue: pairs [first, count, ...], head first; a negative count goes downwards (5, -3 = 5, 4, 3).
+    hashed_ids / hashes: every block with a hash, ascending by id.
+    seq_ids / tables / computed: live sequences, their block tables and their computed tokens.
     """
 
     refs: list[Count]
@@ -142,7 +145,7 @@ class PoolSnapshot(Event, frozen=True):
 
 
 class ModelLoading(Event, frozen=True):
-    """Progress of a start; `done` and `total` in the unit that `what` implies (bytes for files)."""
+    """Progress of a start. `done` and `total` have the unit of `what` (bytes for files)."""
 
     done: Count
     total: Count
@@ -154,13 +157,16 @@ Size = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 
 
 class Knobs(msgspec.Struct, frozen=True, gc=False):
-    """How the engine is set: the fields of EngineConfig that EngineStarted has not itself, and what the start decided
-    beyond them. Defaults are those of an engine that was not told otherwise; a reader ignores keys it does not know."""
+    """The settings of the engine: the fields of EngineConfig that EngineStarted does not have, and what the start
+    chose.
+
+    The defaults are those of EngineConfig. A reader ignores unknown keys.
+    """
 
     revision: str | None = None
     quantization: str | None = None
     ops: str = "auto"
-    """The kernels that were chosen."""
+    """The kernels that the start chose."""
     attention_backend: str = "auto"
     threads: Count | None = None
     allow_special_tokens: bool = False
@@ -181,28 +187,28 @@ class Knobs(msgspec.Struct, frozen=True, gc=False):
     max_num_queued_requests: Count | None = None
     max_num_queued_tokens: Count | None = None
     seed: Size = 0
-    # ---- decided by the start
+    # ---- chosen by the start
     kv_cache: str | None = None
-    """How the KV memory adds up, in words."""
+    """The size of the KV memory and how it is calculated, in words."""
     notice: str | None = None
-    """What a user should know about this model here."""
+    """What a user should know about this model."""
     special_tokens: list[str] = []
-    """Their names, as a text would spell them."""
+    """Names of the special tokens, as they are written in a text."""
     machine: str | None = None
-    """What is simulated."""
+    """The simulated machine."""
     weights: str | None = None
     """Format of the simulated weights."""
     speed: Duration | None = None
-    """Simulated seconds a second; None: as fast as possible, or not simulated."""
+    """Simulated seconds per second. None: as fast as possible, or not simulated."""
 
 
 class EngineStarted(Event, frozen=True):
-    """First event of a run but for ModelLoading. Pool events come only after it."""
+    """First event of a run, except ModelLoading. Pool events come only after it."""
 
     schema: Count
     source: Literal["live", "simulated", "recorded", "remote"]
     capabilities: list[str]
-    """What this source can know: blocks, text, timings, device. Panels say so where it can't."""
+    """What this source reports: blocks, text, timings, device. Panels say what is missing."""
     model: str
     device: str
     dtype: str
@@ -212,7 +218,7 @@ class EngineStarted(Event, frozen=True):
     bytes_per_block: Count
     weights_bytes: Count
     hash_seed: int | None
-    """None in a redacted recording: hashes then cannot be recomputed."""
+    """None in a redacted recording, whose hashes cannot be recomputed."""
     epoch: Seconds
     """Unix time at t = 0 of the batches."""
     max_model_len: Count
@@ -227,7 +233,7 @@ class EngineStopped(Event, frozen=True):
 
 
 class EngineError(Event, frozen=True):
-    """Something failed. fatal: the engine stops; otherwise it goes on without `request_id`."""
+    """Something failed. fatal: the engine stops. Otherwise it continues without `request_id`."""
 
     message: str
     request_id: Count | None = None
@@ -235,9 +241,12 @@ class EngineError(Event, frozen=True):
 
 
 class HitAudited(Event, frozen=True):
-    """What a request read from the cache was computed again (--audit). blocks: those compared; bad: of
-    them those whose KV is not what their tokens give (an EngineError and BlocksEvicted invalid follow);
-    error: the largest distance found, relative, None where it was not finite; tolerance: what it may be."""
+    """The blocks that a request read from the cache were computed again (--audit).
+
+    blocks: those that were compared. bad: those whose KV is not that of their tokens; an EngineError and a
+    BlocksEvicted with `invalid` follow. error: the largest relative distance, None if it is not finite. tolerance: its
+    limit.
+    """
 
     request_id: Count
     blocks: list[Block]
@@ -247,8 +256,8 @@ class HitAudited(Event, frozen=True):
 
 
 class DeviceSample(Event, frozen=True):
-    """None = this device does not tell. util in percent, memory in bytes, power in W, temperature
-    in degrees Celsius, bandwidth in bytes/s."""
+    """util in percent, memory in bytes, power in W, temperature in degrees Celsius, bandwidth in bytes/s. None: the
+    device does not report it."""
 
     util: Amount | None = None
     memory: Count | None = None
@@ -259,11 +268,11 @@ class DeviceSample(Event, frozen=True):
 
 
 class KernelsProfiled(Event, frozen=True):
-    """Where the time of one step's forward went: columns, a row for each kernel, all layers together.
+    """The time of one forward by kernel: columns, with a row for each kernel, summed over all layers.
 
-    calls: of the operation; seconds: on the device; bytes, flops: the least that these shapes make it read and
-    write, and compute. forward: seconds from the first kernel's start to the last one's end, what lies between
-    kernels included. bandwidth (bytes/s) and peak (FLOP/s): measured on this device; None: not known.
+    calls: number of calls. seconds: time on the device. bytes, flops: the least that these shapes must move and
+    compute. forward: seconds from the start of the first kernel to the end of the last one, including gaps. bandwidth
+    (bytes/s) and peak (FLOP/s): measured on this device; None: not known.
     """
 
     tokens: Count
@@ -279,8 +288,11 @@ class KernelsProfiled(Event, frozen=True):
 
 
 class GraphCaptured(Event, frozen=True):
-    """Steps that decode up to `bucket` sequences run as one CUDA graph from now on. graphs: how many there are
-    with it, 1 after all were dropped; 0: it could not be captured, and steps run without any. seconds: it took."""
+    """From now on steps that decode up to `bucket` sequences run as one CUDA graph.
+
+    graphs: number of graphs with this one; 1 if all others were dropped; 0 if the capture failed and steps run without
+    graphs. seconds: time of the capture.
+    """
 
     bucket: Count
     graphs: Count
@@ -291,7 +303,7 @@ class GraphCaptured(Event, frozen=True):
 
 
 class Timings(msgspec.Struct, frozen=True, gc=False):
-    """Instants on the batches' clock, in seconds; None where the request never got there."""
+    """Instants in seconds on the batches' clock. None: the request did not get so far."""
 
     t_arrival: Seconds
     t_admitted: Seconds | None = None
@@ -301,8 +313,8 @@ class Timings(msgspec.Struct, frozen=True, gc=False):
 
 
 class Usage(msgspec.Struct, frozen=True, gc=False):
-    """Tokens. cached + computed = prompt at the first admission; cache_write = prompt tokens in
-    blocks that this request published; recomputed = computed again after preemptions."""
+    """Numbers of tokens. cached + computed = prompt at the first admission. cache_write: prompt tokens in blocks that
+    this request published. recomputed: computed again after preemptions."""
 
     prompt_tokens: Count
     cached_tokens: Count
@@ -314,8 +326,11 @@ class Usage(msgspec.Struct, frozen=True, gc=False):
 
 
 class RequestQueued(Event, frozen=True):
-    """A request entered the waiting queue. spans: (start, end, role, name) over prompt tokens. position: its index
-    in the queue, -1 if it is refused at once or (in older recordings) not known: then at the end."""
+    """A request entered the waiting queue.
+
+    spans: (start, end, role, name) over prompt tokens. position: its index in the queue. -1: it is refused at once, or
+    an older recording does not say; then it is at the end.
+    """
 
     request_id: Count
     prompt_token_ids: list[Token]
@@ -330,8 +345,10 @@ class RequestQueued(Event, frozen=True):
 
 
 class PrefixLookup(Event, frozen=True):
-    """One look into the hash table, once per admission (later look-ups of a running prefill emit
-    only BlocksTouched). hashes: every full block of the sequence that could be asked for."""
+    """A look-up in the hash table, once per admission. hashes: every full block of the sequence that may be a hit.
+
+    Later look-ups of a running prefill emit only BlocksTouched.
+    """
 
     request_id: Count
     hashes: list[Hash]
@@ -344,11 +361,11 @@ class PrefixLookup(Event, frozen=True):
 
 
 class AdmissionBlocked(Event, frozen=True):
-    """The head of the waiting queue cannot be admitted; emitted on change only.
+    """The head of the waiting queue cannot be admitted. Emitted only when the request or the reason changes.
 
-    reason blocks: it needs `need`, running prompts leave `free` over; watermark: the same, and `free` is
-    what an admission may take; max_num_seqs: sequences it needs
-    and places that are free; max_num_batched_tokens (without chunked prefill): tokens of both.
+    need: what it needs; free: what there is. reason `blocks`: blocks, without those that running prompts will take.
+    `watermark`: the same, without the reserve. `max_num_seqs`: sequences. `max_num_batched_tokens` (without chunked
+    prefill): tokens.
     """
 
     request_id: Count
@@ -358,7 +375,7 @@ class AdmissionBlocked(Event, frozen=True):
 
 
 class RequestAdmitted(Event, frozen=True):
-    """From waiting to running. cached_tokens: read from the cache instead of computed."""
+    """The request starts to run. cached_tokens: tokens that it reads from the cache instead of computing them."""
 
     request_id: Count
     seq_id: Count
@@ -367,18 +384,20 @@ class RequestAdmitted(Event, frozen=True):
 
 
 class RequestPreempted(Event, frozen=True):
-    """Back to the waiting queue, to index `position` (-1 in older recordings: to its front); its blocks were
-    released (BlocksReleased)."""
+    """The request goes back to the waiting queue, to index `position`. Its BlocksReleased came before.
+
+    position -1: an older recording does not say; then it is at the front.
+    """
 
     request_id: Count
     seq_ids: list[Count]
     tokens_lost: Count
-    """Computed tokens whose KV was given up (part of it may come back as cache hits)."""
+    """Computed tokens whose KV was released. Some of it may come back as cache hits."""
     position: Whole = -1
 
 
 class RequestFinished(Event, frozen=True):
-    """reason: stop, length, abort, error, refused; `error` says why for the last two."""
+    """reason: stop, length, abort, error or refused. `error`: the reason in words, for the last two."""
 
     request_id: Count
     reason: Literal["stop", "length", "abort", "error", "refused"]
@@ -391,10 +410,12 @@ class RequestFinished(Event, frozen=True):
 
 
 class StepScheduled(Event, frozen=True):
-    """Columns, one row per scheduled sequence: tokens [start, start + n) are computed. In the same batch as the
-    step's TokensSampled and StepCompleted. A step that was launched while another was in flight is told here
-    when that one is finished: what it took from the pool may stand in the batch before, and rows of sequences
-    that had ended by then are left out (StepCompleted.overrun)."""
+    """Columns, one row per scheduled sequence: tokens [start, start + n) are computed.
+
+    It is in the same batch as the TokensSampled and StepCompleted of its step. If a step is launched while another one
+    is in flight, its StepScheduled comes after the other one has finished. Then its pool events may be in the batch
+    before, and sequences that have ended in the meantime have no row (StepCompleted.overrun).
+    """
 
     seq_ids: list[Count]
     start: list[Count]
@@ -403,10 +424,10 @@ class StepScheduled(Event, frozen=True):
 
 
 class TokensSampled(Event, frozen=True):
-    """Columns, one event a step, a row for every scheduled sequence that was executed.
+    """Columns, one event per step, with a row for every scheduled sequence that was executed.
 
-    counts: tokens sampled in that row (0 for a chunk that is not the last); token_ids is flat over
-    rows; num_computed after the step; text: what became visible (never half a character).
+    counts: tokens sampled in the row (0 for a chunk that is not the last). token_ids: flat over all rows. num_computed:
+    after the step. text: the text that became visible, never half a character.
     """
 
     seq_ids: list[Count]
@@ -417,10 +438,10 @@ class TokensSampled(Event, frozen=True):
 
 
 class TokenLogprobs(Event, frozen=True):
-    """Columns, a row for every token that was just sampled (TokensSampled came before) where its request asks.
+    """Columns, with a row for every token of the TokensSampled before, if its request asks for it.
 
-    Natural logarithms of the model's own probabilities, before penalties and filters: logprobs of the
-    tokens drawn; top_ids and top_logprobs, falling, of the k likeliest in each place.
+    Natural logarithms of the model's probabilities, before penalties and filters. logprobs: of the sampled tokens.
+    top_ids, top_logprobs: the k likeliest tokens, likeliest first.
     """
 
     seq_ids: list[Count]
@@ -431,14 +452,14 @@ class TokenLogprobs(Event, frozen=True):
 
 
 class TokenPieces(Event, frozen=True):
-    """Raw bytes of token ids at their first use in a stream, so that no reader needs a tokenizer."""
+    """Raw bytes of tokens at their first use in a stream, so no reader needs a tokenizer."""
 
     ids: list[Token]
     bytes: list[_Bytes]
 
 
 class SequenceForked(Event, frozen=True):
-    """Emitted before parent and child sample."""
+    """A new branch begins with the tokens of its parent. Emitted before both sample."""
 
     request_id: Count
     parent: Count
@@ -446,14 +467,14 @@ class SequenceForked(Event, frozen=True):
 
 
 class BeamPruned(Event, frozen=True):
-    """A beam was dropped; its blocks follow as BlocksReleased."""
+    """A beam was dropped. Its BlocksReleased follows."""
 
     request_id: Count
     seq_id: Count
 
 
 class DraftVerified(Event, frozen=True):
-    """Speculative tokens proposed and accepted for one sequence in one step."""
+    """Numbers of draft tokens that were proposed and accepted for one sequence in one step."""
 
     seq_id: Count
     proposed: Count
@@ -461,12 +482,14 @@ class DraftVerified(Event, frozen=True):
 
 
 class StepCompleted(Event, frozen=True):
-    """Times in seconds; t_gpu None without a GPU. queues: running, waiting, preempted (a part of
-    waiting). free, active, cached: usable blocks never hashed and unreferenced / referenced /
-    unreferenced but hashed; they add up to num_blocks - 1. slow: slow motion waited in this step,
-    or it was measured kernel by kernel on a GPU: its time is nobody's latency.
-    overrun: tokens that were computed beside these for sequences that had ended when the step was launched,
-    which showed only later (asynchronous scheduling)."""
+    """The end of a step. Times in seconds; t_gpu is None without a GPU.
+
+    slow: slow motion waited in this step, or it was timed kernel by kernel on a GPU. Such a step counts in no latency.
+    queues: requests that are running, waiting and preempted (these are a part of the waiting ones). free: usable blocks
+    that are neither referenced nor hashed; active: referenced; cached: hashed but not referenced; the sum of the three
+    is num_blocks - 1. overrun: tokens that were also computed, for sequences whose end became known only after the
+    launch (asynchronous scheduling).
+    """
 
     slow: bool
     budget: Count
@@ -493,7 +516,7 @@ POOL_EVENTS = (
     BlocksEvicted,
     CacheCleared,
 )
-"""The only events that change pool state."""
+"""Only these events change the state of the pool."""
 
 ALL_EVENTS: tuple[type[Event], ...] = (
     *POOL_EVENTS,
@@ -524,7 +547,7 @@ ALL_EVENTS: tuple[type[Event], ...] = (
 
 
 class StepBatch(msgspec.Struct, frozen=True, gc=False):
-    """Every mutation since the last batch, in order.
+    """All events since the last batch, in order.
 
     seq: contiguous from 0. t: seconds, monotonic. step: engine steps begun so far. first_event:
     running index of events[0] over the whole stream.
@@ -560,7 +583,7 @@ _tag_decoder = msgspec.json.Decoder(_Tag)
 
 
 class UnknownEvent(msgspec.Struct, frozen=True):
-    """An event type of a newer minor version: skipped by readers, kept so that indices still hold."""
+    """An event type of a newer version. Readers skip it; it is kept so that the indices of events stay right."""
 
     type: str
 
@@ -592,7 +615,7 @@ def decode_batch(line: bytes | str) -> StepBatch:
 
 
 def to_runs(ids: Iterable[int]) -> list[int]:
-    """[5, 6, 7, 3, 2, 9] -> [5, 3, 3, -2, 9, 1]: pairs (first, count), count < 0 downwards."""
+    """[5, 6, 7, 3, 2, 9] -> [5, 3, 3, -2, 9, 1]: pairs (first, count); a negative count goes downwards."""
     runs: list[int] = []
     first = last = count = step = 0
     for i in ids:

@@ -1,8 +1,8 @@
-"""Knob: what a person may write for one field, and how it is explained.
+"""Knob: the range, the help and the options of one setting.
 
-Owns the check of a value: its kind, its range and the words of the error. A knob is part of the annotation of a
-dataclass field; the command line, the KVTOP_ variables, the config file, `kvtop config` and docs/options.md are made
-from it. Invariant: a value that passed `checked` has the kind and the range that its field says, whatever wrote it.
+Owns the check of a value: its type, its range and the words of the error. A knob is part of the annotation of a
+dataclass field. The command line, the KVTOP_ variables, the config file, `kvtop config` and docs/options.md are made
+from it. Invariant: a value that has passed `check` has the type and the range of its field, wherever it came from.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ Group = Literal[
 
 @dataclass(frozen=True, slots=True)
 class Knob:
-    """help: one line. ge, gt, le, lt: the range, as in msgspec.Meta. commands: those that have it as an option.
+    """help: one line. ge, gt, le, lt: the range, as in msgspec.Meta. commands: those with this option.
 
-    metavar: what help writes for the value. unit: what a number counts; `bytes` may be written as a SIZE (2GiB).
-    says: the words for a range that numbers do not say; `test` then decides. short: other spellings of the flag.
-    example: a value for the config file where there is no default.
+    metavar: the name of the value in help. unit: the unit of a number; `bytes` may be written as a SIZE (2GiB). says:
+    the range in words. test: the check of a range that numbers cannot express. short: other spellings of the flag.
+    example: a value for the config file if there is no default.
     """
 
     help: str
@@ -50,7 +50,7 @@ class Knob:
     le: float | None = None
     lt: float | None = None
     most: int | None = None
-    """Of a list: its longest."""
+    """Most values of a list."""
     unit: str = ""
     metavar: str = ""
     says: str = ""
@@ -59,11 +59,11 @@ class Knob:
     example: str | int | float | None = None
     required: bool = False
     argument: bool = False
-    """A word by its place, not an option."""
+    """It is a positional argument, not an option."""
 
 
 class KnobError(SetupError, ValueError):
-    """A value that cannot be. `knobs`: the fields that `template` names, in the order of its {}."""
+    """A wrong value. knobs: the fields that `template` names, in the order of its {}."""
 
     def __init__(
         self, template: str, *knobs: str, value: str = "", spell: Callable[[str], str] = str
@@ -72,7 +72,7 @@ class KnobError(SetupError, ValueError):
         super().__init__(self.named(spell))
 
     def named(self, spell: Callable[[str], str]) -> str:
-        """The message with each field's name as `spell` writes it, like a flag or a variable."""
+        """The message, with the names of fields as `spell` writes them, for example as flags."""
         return self.template.format(*map(spell, self.knobs)) + self.value
 
     @property
@@ -98,7 +98,7 @@ _MANY = {int: "whole numbers", float: "numbers", str: "texts"}
 
 @dataclass(frozen=True)
 class Setting:
-    """A field that has a knob: its name, kind, default and the class that owns it."""
+    """A field with a knob: its name, type, default and class."""
 
     name: str
     knob: Knob
@@ -117,12 +117,13 @@ class Setting:
 
     @cached_property
     def choices(self) -> tuple[Any, ...]:
-        """All values, where they are few and named."""
+        """All possible values, if they are a list of names."""
         return get_args(self._inner) if get_origin(self._inner) is Literal else ()
 
     @cached_property
     def kind(self) -> type:
-        """int, float, bool, str or Path: of the value, or of each in a list; any other type is tuple's."""
+        """int, float, bool, str or Path: the type of the value, or of each value in a list. tuple for any other
+        type."""
         inner = get_args(self._inner)[0] if self.many else self._inner
         if get_origin(inner) is Literal:
             return str
@@ -140,12 +141,12 @@ class Setting:
 
     @property
     def is_size(self) -> bool:
-        """Bytes, which people write like 192MiB."""
+        """A number of bytes, which may be written like 192MiB."""
         return self.knob.unit == "bytes"
 
     @cached_property
     def values(self) -> str:
-        """What it takes, in words: `between 0 and 64`, `auto, cpu or cuda`, `a text`."""
+        """The possible values in words: `between 0 and 64`, `auto, cpu or cuda`, `a text`."""
         if self.knob.says:
             return self.knob.says
         if self.choices:
@@ -159,7 +160,8 @@ class Setting:
         return _KINDS[self.kind]
 
     def check(self, value: Any) -> Any:
-        """The value in its kind: a list becomes a tuple, a whole number a float. Raises KnobError."""
+        """The value in its type: a list becomes a tuple, and an int a float where the field is one. Raises
+        KnobError."""
         if self.kind in (str, Path) and isinstance(value, PathLike):
             value = str(value)
         try:
@@ -179,7 +181,9 @@ class Setting:
         for one in value if self.many else (value,):
             if type(one) is float and not math.isfinite(one):
                 return False
-            if type(one) is int and k.le is not None and one > k.le:  # msgspec's bounds end at 2**63 - 1
+            if (
+                type(one) is int and k.le is not None and one > k.le
+            ):  # msgspec checks bounds only up to 2**63 - 1
                 return False
             if k.test is not None and not k.test(one):
                 return False
@@ -225,7 +229,7 @@ def settings_of(owner: type) -> tuple[Setting, ...]:
     for cls in reversed(owner.__mro__):
         names = vars(sys.modules[cls.__module__])
         for name, hint in vars(cls).get("__annotations__", {}).items():
-            # Not get_type_hints: other fields may name types that are imported for type checking alone.
+            # get_type_hints would fail: other fields may name types that are imported only for type checking.
             hints[name] = eval(hint, names) if str(hint).startswith("Annotated[") else None
     return tuple(_settings(owner, hints))
 
@@ -246,7 +250,7 @@ def _default(field: Field[Any]) -> Any:
 
 
 def check_fields(instance: Any, *, spell: Callable[[str], str] = str) -> None:
-    """Checks every field with a knob and stores it in its kind. Raises KnobError, names as `spell` writes them."""
+    """Checks every field with a knob and stores it in its type. Raises KnobError with names as `spell` writes them."""
     owner: type = type(instance)
     for setting in settings_of(owner):
         given = getattr(instance, setting.name)
@@ -261,7 +265,7 @@ def check_fields(instance: Any, *, spell: Callable[[str], str] = str) -> None:
 
 @cache
 def _strict(hint: Any, kind: type, knob: Knob) -> Any:
-    """The type as msgspec checks it: ranges on the value, or on each of a list."""
+    """The type for msgspec, with the range of the value or of each value in a list."""
     inner = _without_none(hint)
     bounds: dict[str, Any] = {
         name: bound

@@ -1,4 +1,4 @@
-"""Built: a loaded model as the engine takes it over, whether it computes with weights or simulates."""
+"""Built: what the engine gets from a start: a runner with weights or a simulated one, and what belongs to it."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from engine.step.runner import ModelRunner
 
 
 class TextTokenizer(ChatTokenizer, Protocol):
-    """What an engine needs of engine.files.tokenizer.Tokenizer."""
+    """The part of engine.files.tokenizer.Tokenizer that an engine needs."""
 
     def is_special(self, token_id: int) -> bool: ...
 
 
 @dataclass(slots=True)
 class Built:
-    """A loaded model. tokenizer None: the engine takes token ids only and shows no text."""
+    """A loaded model. tokenizer None: the engine accepts only token ids and shows no text."""
 
     runner: ModelRunner
     tokenizer: TextTokenizer | None = None
@@ -28,9 +28,9 @@ class Built:
     defaults: dict[str, Any] = field(default_factory=dict)
     """See ModelConfig.generation."""
     knobs: dict[str, Any] = field(default_factory=dict)
-    """What the start decided beyond the config, for EngineStarted.knobs."""
+    """What the start chose, for EngineStarted.knobs."""
     source: Literal["live", "simulated"] = "live"
     clock: VirtualClock | None = None
-    """What the engine lives by from here on; None: the wall's."""
+    """The clock of the engine from now on. None: real time."""
     sample: Callable[[], DeviceSample] | None = None
-    """The device since the last call, where the runner itself knows; None: the machine is asked."""
+    """Samples the device since the last call. None: the engine samples the machine."""

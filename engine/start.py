@@ -1,6 +1,6 @@
-"""From an EngineConfig to everything that a running engine needs: files, tokenizer, runner.
+"""The start of an engine: from an EngineConfig to files, tokenizer and runner.
 
-Owns the order of a start and what `build` hands over; runs in the engine thread. Tests hand over a
+Owns the order of a start, what `build` returns, and the EngineStarted event. Runs in the engine thread. Tests use a
 ToyRunner instead.
 """
 
@@ -16,12 +16,14 @@ from engine.step.runner import ModelRunner
 
 
 def build(config: EngineConfig, progress: Progress) -> Built:
-    """Resolve, load, pack, size, warm up. Raises SetupError."""
+    """Find, load and pack the model, size the cache, warm up. Raises SetupError."""
     from engine.files import hub
 
     files = hub.resolve(config.model, revision=config.revision, progress=progress)
     from engine.files import tokenizer
-    from engine.model import torch_runner  # torch, which a wrong name must not wait for
+    from engine.model import (
+        torch_runner,
+    )  # loads torch, which takes long: a wrong model name is reported before
 
     text = tokenizer.load(files)
     runner = torch_runner.build(config, progress, files)
@@ -43,7 +45,7 @@ def build(config: EngineConfig, progress: Progress) -> Built:
 
 
 def with_budget(config: EngineConfig, runner: ModelRunner) -> EngineConfig:
-    """`config` with a step's token budget: the device's where none was given."""
+    """`config` with a token budget for a step. The default depends on the device."""
     if config.max_num_batched_tokens is not None:
         return config
     budget = 512 if runner.device == "cpu" else 2048
@@ -52,7 +54,7 @@ def with_budget(config: EngineConfig, runner: ModelRunner) -> EngineConfig:
 
 
 def started(config: EngineConfig, model: Built, seed: int, epoch: float, *, samples: bool) -> EngineStarted:
-    """The announcement of a run. epoch: Unix time at t = 0; samples: DeviceSamples will come."""
+    """The EngineStarted of a run. epoch: Unix time at t = 0. samples: DeviceSamples will come."""
     runner = model.runner
     able = ["blocks", "timings"]
     able += ["text"] if model.tokenizer else []

@@ -5,8 +5,8 @@ are held (prompt and answer of the last turn, as they were computed). Old text i
 tokens might differ from the sampled ones. If the template renders the history in another way (Qwen3's drops earlier
 thinking), the whole history is encoded anew and the turn says so.
 
-Everybody's words are foreign to the template: unless `allow_special`, the name of a special token in them stays
-text. Imports no torch.
+The name of a special token in a message stays text, from a user, a page or the model, unless `allow_special`. Imports
+no torch.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from typing import Protocol
 
 Span = tuple[int, int, str, str]
-"""(start, end, role, name) in tokens. role: template, system, user or assistant; name: of an attached file."""
+"""(start, end, role, name) in tokens. role: template, system, user or assistant. name: that of an attached file."""
 
 
 class ChatTokenizer(Protocol):
-    """What a conversation needs of engine.files.tokenizer.Tokenizer."""
+    """The part of engine.files.tokenizer.Tokenizer that a conversation needs."""
 
     eos_ids: frozenset[int]
 
@@ -40,12 +40,12 @@ class Turn:
     token_ids: list[int]
     spans: list[Span]
     rewrote_history: bool
-    """The history's tokens are not those of the last turn: the cache loses what follows the change."""
+    """The tokens of the history differ from those of the last turn. What follows the change is not in the cache."""
 
 
 @dataclass(slots=True)
 class _Held:
-    """What was or will be computed: ids, their text as the template has to repeat it, and who wrote them."""
+    """The chat so far: its ids, the text that the template must repeat, and who wrote which part."""
 
     ids: list[int]
     text: str
@@ -54,7 +54,7 @@ class _Held:
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Words that go into the template, by a person, a page or the model; guarded."""
+    """A message for the template, from a person, a page or the model. Its special tokens are already guarded."""
 
     role: str
     text: str
@@ -62,9 +62,9 @@ class _Piece:
 
 
 class Conversation:
-    """One chat. turn() and commit() alternate; a turn that is not committed leaves no trace.
+    """One chat. turn() and commit() alternate. A turn that is not committed changes nothing.
 
-    allow_special: the name of a special token in anybody's words becomes that token.
+    allow_special: the name of a special token in a message becomes that token.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Conversation:
         self._asked: tuple[_Piece, _Held] | None = None
 
     def turn(self, text: str) -> Turn:
-        """The prompt that asks `text` after all that is committed. ValueError where the template raises."""
+        """The prompt that asks `text` after everything that is committed. Raises ValueError if the template raises."""
         question = _Piece("user", self._guard(text))
         if self._tokenizer.has_chat_template:
             held, rewrote = self._templated([*self._pieces, question])
@@ -92,8 +92,10 @@ class Conversation:
         return Turn(list(held.ids), list(held.spans), rewrote)
 
     def commit(self, output_ids: Sequence[int], text: str, finish_reason: str) -> None:
-        """Add the answer to the last turn: the ids sampled (a stop string's and EOS included) and its text as
-        shown. Without ids, or after an error, the conversation stays as it was before the turn."""
+        """Add the answer to the last turn: the sampled ids, including a stop string and EOS, and the visible text.
+
+        Without ids, or after an error, the conversation stays as it was before the turn.
+        """
         if self._asked is None:
             return
         question, held = self._asked
@@ -106,7 +108,7 @@ class Conversation:
         held.spans = _joined(
             [*held.spans, (start, end - ended, "assistant", ""), (end - ended, end, "template", "")]
         )
-        # What a stop string cut from the text stays in the ids; the template only sees the text.
+        # The ids keep what a stop string cut from the text. The template sees only the text.
         text = self._guard(text)
         held.text += text
         if ended:
@@ -142,7 +144,7 @@ class Conversation:
         return _Held([*ids, *new_ids], rendered, _joined([*spans, *new_spans])), held is not None and not ids
 
     def _plain(self, question: _Piece) -> _Held:
-        """No template: the texts follow one another, after the model's begin-of-text token."""
+        """Without a template: the texts one after another, after the begin-of-text token of the model."""
         encode = self._tokenizer.encode
         held = self._held or _Held(encode("", special=True), "", [])
         ids = list(held.ids)
@@ -154,14 +156,16 @@ class Conversation:
         return _Held(ids, held.text, _joined(spans))
 
 
-# ------------------------------------------------------------------ rendering, and whose words are where
+# ----------------------------------------------------------------------- rendering, and who wrote what
 
 
 def _render(tokenizer: ChatTokenizer, pieces: Sequence[_Piece]) -> tuple[str, list[tuple[int, str, str]]]:
-    """The text, and its parts as (end in characters, role, name) in order. A template that refuses a system
-    message gets its text before the first question."""
+    """The text, and its parts as (end in characters, role, name) in order.
+
+    If a template refuses a system message, the message is put before the first question.
+    """
     messages = [{"role": piece.role, "content": piece.text} for piece in pieces]
-    # the same chat with marks for words shows what the template itself says between them
+    # The same chat with marks instead of messages shows what the template writes between them.
     marked = [{"role": piece.role, "content": f"\ue000{i}\ue001"} for i, piece in enumerate(pieces)]
     try:
         text = tokenizer.render(messages, True)
@@ -172,7 +176,7 @@ def _render(tokenizer: ChatTokenizer, pieces: Sequence[_Piece]) -> tuple[str, li
         text = tokenizer.render(messages, True)
     try:
         frame = tokenizer.render(marked, True)
-    except ValueError:  # a template that judges the words themselves
+    except ValueError:  # a template that depends on the contents of messages
         frame = ""
     return text, _parts(text, frame, pieces)
 
@@ -183,7 +187,7 @@ def _without_system(messages: list[dict[str, str]]) -> list[dict[str, str]]:
 
 
 def _parts(text: str, frame: str, pieces: Sequence[_Piece]) -> list[tuple[int, str, str]]:
-    """Walk the text along the frame: the template's own words, then someone's (maybe trimmed), and so on."""
+    """Compare the text with the frame: in turns text of the template and a message, which may be trimmed."""
     parts: list[tuple[int, str, str]] = []
     position = 0
     for i, piece in enumerate(pieces):
@@ -201,7 +205,7 @@ def _parts(text: str, frame: str, pieces: Sequence[_Piece]) -> list[tuple[int, s
             if text.startswith(words + after, position):
                 position += len(words)
                 break
-        else:  # the template shortened the words (thinking left out): they end where it speaks again
+        else:  # the template shortened the message (without thinking): it ends where the template's text begins
             end = text.find(after, position) if after else -1
             if end < 0:
                 break
@@ -211,8 +215,8 @@ def _parts(text: str, frame: str, pieces: Sequence[_Piece]) -> list[tuple[int, s
 
 
 def _token_spans(parts: list[tuple[int, str, str]], ends: list[int], first: int) -> list[Span]:
-    """Spans of tokens that end at `ends` (characters), numbered from `first`: a token across a border belongs
-    to the part of its last character."""
+    """Spans of tokens that end at `ends` (characters), numbered from `first`. A token across a border belongs to the
+    part of its last character."""
     spans: list[Span] = []
     part = last = 0
     for i, end in enumerate(ends):
@@ -224,7 +228,7 @@ def _token_spans(parts: list[tuple[int, str, str]], ends: list[int], first: int)
 
 
 def _joined(spans: Sequence[Span]) -> list[Span]:
-    """Neighbours of the same role and name become one; empty ones go."""
+    """Neighbours with the same role and name become one span. Empty spans are dropped."""
     joined: list[Span] = []
     for start, end, role, name in spans:
         if start == end:

@@ -1,8 +1,8 @@
-"""A sandbox for chat templates, which are foreign code: what one may use of time and memory is bounded.
+"""A sandbox that limits the time and memory of chat templates, which are code from other people.
 
-jinja's own sandbox keeps a template from the interpreter's inside, not from `"a" * 10**10` or loops in loops. Here
-every operation that can make much out of little weighs its operands first (products, powers, joins, filters, methods
-of texts), and a trace of the thread's Python lines ends what takes too long. An ordinary template meets none of this.
+Jinja's sandbox protects the interpreter, but allows `"a" * 10**10` and nested loops. Here every operation whose result
+can be much larger than its operands checks their size first (products, powers, joins, filters, methods of texts). A
+trace function ends a template that takes too long. Invariant: ordinary templates render as without these limits.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from jinja2.compiler import CodeGenerator, Frame
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 MOST = 16 << 20
-"""Characters (and list entries) of a value: several times the longest context of any model."""
+"""Characters (and list entries) of a value: several times as many as the longest context of a model."""
 SECONDS = 2.0
-"""Of the processor, not of the clock: a busy machine refuses no template."""
+"""Processor time, not real time, so that a busy machine refuses no template."""
 _NODES = 1 << 18
-"""Values that are weighed at most: a list that holds itself many times is too large, too."""
+"""Most values in a nested value. More count as too large, so that a list that contains itself is refused."""
 _LARGEST = 1 << 16
-"""Number that a filter or a method of a text takes: a width, a length."""
+"""Largest number for a filter or a method of a text (a width, a length)."""
 _BITS = 4096
 _WIDE = re.compile(r"%[^a-zA-Z%]*(\d{5,}|\*)|\{[^}]*\d{5,}")
-"""In a format: a field of 10,000 characters, or one whose width is an argument."""
+"""In a format: a field of 10,000 characters or more, or a field whose width is an argument."""
 
 
 class TooMuch(ValueError):
@@ -39,11 +39,11 @@ class TooMuch(ValueError):
 
 
 class _OutOfTime(BaseException):
-    """No `except Exception` in a filter catches it."""
+    """A BaseException, so that no `except Exception` in a filter catches it."""
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
-    """An environment whose templates make no value over MOST."""
+    """An environment whose templates create no value larger than MOST."""
 
     intercepted_binops = frozenset(("*", "**", "+", "%"))
 
@@ -54,14 +54,16 @@ class Sandbox(ImmutableSandboxedEnvironment):
         self.bound()
 
     def bound(self) -> None:
-        """Weigh what the filters get and give; again after a filter was added."""
+        """Check arguments and results of all filters. Call it again after a filter was added."""
         for name, function in self.filters.items():
             if not hasattr(function, "bounded"):
                 self.filters[name] = _bounded(name, function)
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        """Arithmetic."""
-        if operator == "+" and isinstance(left, str) and isinstance(right, str):  # what templates do most
+        """An operator, with a check of its operands."""
+        if (
+            operator == "+" and isinstance(left, str) and isinstance(right, str)
+        ):  # the most frequent operation
             if len(left) + len(right) > MOST:
                 raise TooMuch(f"it makes more than {MOST >> 20} Mi characters")
             return left + right
@@ -81,7 +83,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return "".join(map(str, values))
 
     def call(self, context: Any, obj: Any, *args: Any, **kwargs: Any) -> Any:
-        """Methods of texts weigh what they get."""
+        """A call. Methods of texts check their arguments."""
         owner = getattr(obj, "__self__", None)
         if isinstance(owner, (str, bytes)):
             args = tuple(list(a) if isinstance(a, GeneratorType) else a for a in args)
@@ -89,7 +91,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return super().call(context, obj, *args, **kwargs)
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
-        """`"…".format`, which the sandbox replaces."""
+        """`"…".format` with a check. Jinja's sandbox replaces this method."""
         wrapper = super().wrap_str_format(value)
         if wrapper is None:
             return None
@@ -102,7 +104,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
 
 class _Generator(CodeGenerator):
-    """Sends `a ~ b` through Sandbox.joined."""
+    """Compiles `a ~ b` to a call of Sandbox.joined."""
 
     def visit_Concat(self, node: jinja2.nodes.Concat, frame: Frame) -> None:
         self.write("environment.joined((")
@@ -114,14 +116,14 @@ class _Generator(CodeGenerator):
 
 @contextmanager
 def limited_time(seconds: float = SECONDS) -> Iterator[None]:
-    """Raises TooMuch when the Python code inside takes longer, in this thread."""
-    # The processor's time is never more than the clock's, which is cheaper to ask.
+    """Raises TooMuch if the code inside takes longer, in this thread."""
+    # Processor time is never more than real time, which is cheaper to read, so real time is checked first.
     clock, end, clock_end = time.perf_counter, time.thread_time() + seconds, time.perf_counter() + seconds
 
     def trace(frame: FrameType, event: str, argument: Any) -> Any:
         if clock() > clock_end and time.thread_time() > end:
             raise _OutOfTime
-        # Lines of the template alone: what jinja does for one of them is short, or calls something.
+        # Only the lines of the template are traced. What Jinja does for one line is short.
         return trace if frame.f_code.co_filename == "<template>" else None
 
     before = sys.gettrace()
@@ -138,7 +140,7 @@ def limited_time(seconds: float = SECONDS) -> Iterator[None]:
 
 
 def _weighed(value: Any) -> Any:
-    """`value`, if its texts and lists together are not over MOST. Raises TooMuch."""
+    """Returns `value`. Raises TooMuch if its texts and lists together are larger than MOST."""
     if isinstance(value, str):
         if len(value) > MOST:
             raise TooMuch(f"it makes more than {MOST >> 20} Mi characters")
@@ -189,7 +191,7 @@ def _check_format(form: str, values: Any) -> None:
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """Texts in lists and mappings that were weighed."""
+    """The texts in a value whose size was checked."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
@@ -214,11 +216,11 @@ def _check_replace(text: str, args: tuple[Any, ...]) -> None:
 
 
 def _check_text(name: str, text: str | bytes, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Before a method of a text is called."""
+    """Check a call of a text's method."""
     _weighed((text, args, kwargs))
     if name in ("format", "format_map"):
         _check_format(str(text), (args, kwargs))
-        if re.search(r"\{[^}]*\{", str(text)):  # a field whose width is another field
+        if re.search(r"\{[^}]*\{", str(text)):  # the width of a field is another field
             _check_numbers(
                 (*args, *kwargs.values(), *(v for a in args if isinstance(a, dict) for v in a.values()))
             )
@@ -236,7 +238,7 @@ def _check_text(name: str, text: str | bytes, args: tuple[Any, ...], kwargs: dic
 
 
 def _bounded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """A filter that weighs its arguments and its result."""
+    """A filter that checks its arguments and its result."""
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -1,8 +1,8 @@
 """Chat templates: Jinja2 in transformers' sandbox, without importing transformers.
 
 Invariant: for the same template, messages and special tokens the text is the one that transformers'
-apply_chat_template renders. Templates are foreign code: they run in our sandbox, see plain strings only, and every
-way in which one fails is a TemplateRefused. Imports no torch.
+apply_chat_template renders. Templates are code from other people: they run in the sandbox and get only strings. Every
+failure of one is a TemplateRefused. Imports no torch.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ import jinja2.parser
 from engine.chat.sandbox import MOST, Sandbox, TooMuch, limited_time
 
 _LONGEST = 1 << 20
-"""Characters of a template's source; the longest known has 20,000."""
+"""Characters of a template's source. The longest known template has 20,000."""
 
 
 class TemplateRefused(ValueError):
-    """The template raised, or is no valid Jinja; one line."""
+    """The template raised an error or is not valid Jinja. The message is one line."""
 
 
 class _Generation(jinja2.ext.Extension):
-    """`{% generation %}` marks the assistant's words for training; here it is only its body."""
+    """`{% generation %}` marks the text of the assistant for training. Here only its body matters."""
 
     tags = {"generation"}  # noqa: RUF012 - jinja's own declaration
 
@@ -51,7 +51,7 @@ def compile_template(source: str) -> Callable[[Sequence[Mapping[str, str]], bool
     try:
         with limited_time():
             template = environment.from_string(source)
-    except Exception as error:  # also Python's own limits: recursion, nesting, memory
+    except Exception as error:  # also for Python's limits: recursion, nesting, memory
         raise TemplateRefused(f"the model's chat template is not valid: {_line(error)}") from error
 
     def render(messages: Sequence[Mapping[str, str]], prompt: bool, special: Mapping[str, str]) -> str:
@@ -72,7 +72,7 @@ def compile_template(source: str) -> Callable[[Sequence[Mapping[str, str]], bool
                     if length > MOST:
                         raise TooMuch(f"it makes more than {MOST >> 20} Mi characters")
             return "".join(parts)
-        except Exception as error:  # a template is a program: it may fail in any way
+        except Exception as error:  # a template is a program and can fail in any way
             raise TemplateRefused(f"the model's chat template refuses this: {_line(error)}") from error
 
     return render
@@ -93,7 +93,7 @@ def _tojson(
     separators: Any = None,
     sort_keys: bool = False,
 ) -> str:
-    """Jinja's own would escape for HTML."""
+    """Jinja's filter would escape characters for HTML."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )

@@ -1,8 +1,8 @@
-"""Turns: prompts on their way to the core, as texts of conversations or as token ids.
+"""Turns: passes prompts to the core, as turns of conversations or as token ids.
 
-Owns the conversations, and the prompts that wait for the running one of their conversation. Invariant: every prompt
-that is taken becomes a request that comes to an end in the event stream, whatever goes wrong on its way there.
-Lives in the engine thread.
+Owns the conversations, and the prompts that wait until the running turn of their conversation has finished. Invariant:
+every accepted prompt becomes a request with a RequestFinished in the event stream, whatever fails before. Runs in the
+engine thread.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Prompt:
 
 @dataclass(slots=True)
 class _Chat:
-    """A conversation and the turns that wait for its running one."""
+    """A conversation, its running request, and the turns that wait for it."""
 
     conversation: Conversation
     waiting: deque[Prompt] = field(default_factory=deque)
@@ -44,7 +44,7 @@ class _Chat:
 
 
 class Turns:
-    """All conversations of one engine. post: leaves a command in the engine's inbox."""
+    """All conversations of one engine. post: puts a command into the inbox of the engine."""
 
     def __init__(
         self,
@@ -66,14 +66,14 @@ class Turns:
         self._chats[number] = self._chat(system, name)
 
     def take_ids(self, prompt: Prompt, spans: list[Span]) -> None:
-        """A prompt of token ids, queued as it is."""
+        """Queue a prompt of token ids."""
         assert not isinstance(prompt.content, str)
         self._add(prompt, prompt.content, spans=spans)
 
     def take_text(
         self, prompt: Prompt, conversation: int | None, system: str | None = None, name: str = ""
     ) -> None:
-        """The next turn of `conversation`, or (None) all of one of its own."""
+        """Queue a text as the next turn of `conversation`; None: as a new conversation."""
         if self._tokenizer is None:
             self._refuse(prompt, _NO_TOKENIZER)
         elif conversation is None:
@@ -85,20 +85,20 @@ class Turns:
             self._refuse(prompt, f"there is no conversation {conversation}")
 
     def abort(self, request_id: int) -> None:
-        """End a turn that waits; others are the core's."""
+        """End a waiting turn. All other requests belong to the core."""
         for chat in self._chats.values():
             for prompt in [p for p in chat.waiting if p.request_id == request_id]:
                 chat.waiting.remove(prompt)
                 self._drop(prompt)
 
     def close(self) -> None:
-        """End all that wait."""
+        """End all waiting turns."""
         for chat in self._chats.values():
             while chat.waiting:
                 self._drop(chat.waiting.popleft())
 
     def finished(self, request: Request) -> None:
-        """A request of the core came to its end: its answer belongs to the conversation."""
+        """A request has finished. Its answer becomes part of its conversation."""
         number = request.conversation
         if number is None:
             return
@@ -107,11 +107,11 @@ class Turns:
             return
         chat.running = None
         if chat.waiting:
-            # Its prompt did not exist before this answer: its time to the first token begins here.
+            # Its prompt depends on this answer, so its time to the first token begins now.
             chat.waiting[0].t_arrival = self._core.clock()
         # The next turn must not be queued in the middle of a commit.
         self._post(lambda: self._next(number))
-        if request.branches:  # a refused turn leaves no trace
+        if request.branches:  # a refused turn is not part of the conversation
             branch = request.branches[0]
             text = branch.detok.text if branch.detok else ""
             chat.conversation.commit(list(branch.output_ids), text, request.finish_reason or "stop")
@@ -141,7 +141,7 @@ class Turns:
         self._add(prompt, rendered.token_ids, number, rendered.spans, rendered.rewrote_history, full)
 
     def _full(self, chat: _Chat, prompt: str, tokens: int) -> str | None:
-        """Why this turn does not fit its conversation any more, and what trimming would cost."""
+        """Why this turn no longer fits in the context, and what trimming would cost; None if it fits."""
         limit = self._core.runner.max_model_len
         if tokens < limit:
             return None
@@ -162,7 +162,7 @@ class Turns:
         self._add(prompt, [], refuse=reason)
 
     def _drop(self, prompt: Prompt) -> None:
-        """It was never queued, but readers of the events must learn that it came and ended."""
+        """End a prompt that was never queued. It must still be visible in the events."""
         self._add(prompt, [], refuse="aborted while an earlier turn of its conversation ran", ends="abort")
 
     def _add(
@@ -185,8 +185,8 @@ class Turns:
             prompt.request_id,
             token_ids,
             params,
-            # What came while the model was loading arrives when there is an engine; its time was the wall's,
-            # the engine's may be virtual.
+            # A prompt that came while the model was loading arrives when the engine is ready. It was stamped with real
+            # time, but the engine may have a virtual clock.
             t_arrival=min(max(prompt.t_arrival, self._opened), self._core.clock()),
             priority=prompt.priority,
             salt=prompt.salt,

@@ -1,11 +1,10 @@
-"""BlockPool: which physical block is free, referenced, cached. Ids only, no tensors, no tables.
+"""BlockPool: which physical blocks are free, referenced or cached. It has ids only, no tensors and no tables.
 
-Owns ref counts, the hash table and the free queue, whose order is the eviction order: released
-blocks without a hash go to its head (taken next, nothing is lost), hashed ones to its tail, so the
-head of the hashed part is the least recently used. Eviction is lazy: a block of ref 0 keeps its hash
-until its memory is taken. Every mutation emits one of the seven pool events and costs O(blocks that
-it touches). Invariants (`check`): the queue is exactly the blocks other than 0 with ref 0; the hash
-table and the blocks' own hashes say the same; failed calls change nothing.
+Owns ref counts, the hash table and the free queue. The order of the queue is the order of eviction. Released blocks
+without a hash go to its head, since taking them loses nothing. Released blocks with a hash go to its tail, so the first
+of them is the least recently used. A block of ref 0 keeps its hash until its memory is taken. Every change emits one of
+the seven pool events and costs O(blocks that it names). Invariants (`check`): the queue is exactly the blocks other
+than 0 with ref 0; the hash table and the hashes of the blocks agree; a failed call changes nothing.
 """
 
 from __future__ import annotations
@@ -31,14 +30,14 @@ from engine.events import (
 
 
 class NoFreeBlocks(Exception):
-    """More blocks were asked for than the queue holds; nothing changed."""
+    """The queue has fewer blocks than were asked for. Nothing was changed."""
 
 
 class FreeQueue:
-    """Doubly linked list over block ids in two int lists; every operation is O(ids it is given).
+    """A doubly linked list of block ids in two lists of ints. Every operation costs O(ids it gets).
 
-    Block 0, the null block, is never free, so its slot serves as the sentinel: next[0] is the head,
-    prev[0] the tail. A block outside the queue has next = -1.
+    Block 0, the null block, is never free, so its entry is the sentinel: next[0] is the head, prev[0] the tail. A block
+    outside the queue has next = -1.
     """
 
     __slots__ = ("_count", "_next", "_prev")
@@ -63,7 +62,7 @@ class FreeQueue:
         return block != NULL_BLOCK and self._next[block] >= 0
 
     def pop(self, count: int) -> list[int]:
-        """The first `count` blocks. Raises NoFreeBlocks, unchanged, if there are fewer."""
+        """Remove the first `count` blocks. Raises NoFreeBlocks, and changes nothing, if there are fewer."""
         if count < 0:
             raise ValueError(f"cannot take {count} blocks")
         if count > self._count:
@@ -81,7 +80,7 @@ class FreeQueue:
         return out
 
     def remove(self, *blocks: int) -> None:
-        """Take blocks out of the middle. Raises ValueError, unchanged, if one is not in the queue."""
+        """Remove blocks from any position. Raises ValueError, and changes nothing, if one is not in the queue."""
         follow, precede = self._next, self._prev
         if min(map(follow.__getitem__, blocks), default=0) < 0 or NULL_BLOCK in blocks:
             raise ValueError(f"not in the free queue: {[b for b in blocks if b not in self]}")
@@ -137,7 +136,7 @@ class BlockPool:
         self._ref = [0] * num_blocks
         self._hash: list[bytes | None] = [None] * num_blocks
         self._table: dict[bytes, int] = {}
-        # Further blocks of the same content, in the order stored; most hashes have none, so no dict each.
+        # More blocks of the same content, in the order in which they were stored. Most hashes have none.
         self._copies: dict[bytes, dict[int, None]] = {}
         self._num_cached = 0
 
@@ -155,7 +154,7 @@ class BlockPool:
 
     @property
     def num_cached(self) -> int:
-        """Hashed blocks that no table references."""
+        """Hashed blocks that are in no table."""
         return self._num_cached
 
     @property
@@ -173,11 +172,11 @@ class BlockPool:
         return self._ref[block]
 
     def hash_of(self, block: int) -> bytes | None:
-        """Hash this block is findable under, 16 bytes."""
+        """Hash under which a look-up finds this block, 16 bytes."""
         return self._hash[block]
 
     def lookup(self, hashes: Iterable[bytes], limit: int | None = None) -> list[int]:
-        """Blocks of the longest known prefix of hashes[:limit]: stops at the first miss. Changes nothing."""
+        """Blocks of the longest known prefix of hashes[:limit]. Changes nothing."""
         out = []
         get = self._table.get
         for h in islice(hashes, limit):
@@ -188,13 +187,13 @@ class BlockPool:
         return out
 
     def num_unreferenced(self, blocks: Iterable[int]) -> int:
-        """How many of these would leave the queue if touched."""
+        """How many of these blocks are in the queue."""
         return sum(self._ref[b] == 0 for b in blocks)
 
     # ---------------------------------------------------------------- the mutations
 
     def allocate(self, seq_id: int, count: int) -> list[int]:
-        """`count` blocks for new content, evicting what they held. Raises NoFreeBlocks, unchanged."""
+        """Take `count` blocks for new content and evict their old content. Raises NoFreeBlocks, and changes nothing."""
         if not count:
             return []
         ids = self._take(seq_id, count)
@@ -202,7 +201,7 @@ class BlockPool:
         return ids
 
     def touch(self, seq_id: int, ids: Sequence[int], why: Literal["hit", "fork"]) -> None:
-        """One more table references each of these. Raises ValueError on the null block, unchanged."""
+        """One more table references each of these. Raises ValueError, and changes nothing, for the null block."""
         if not ids:
             return
         ref, hashes = self._ref, self._hash
@@ -214,9 +213,9 @@ class BlockPool:
         self._emit(BlocksTouched(seq_id, list(ids), why))
 
     def copy(self, seq_id: int, index: int, src: int) -> int:
-        """A private block for a writer of the shared `src` at table[index]; returns dst.
+        """A new block for a sequence that writes to the shared `src` at table[index]. Returns its id.
 
-        Raises NoFreeBlocks (unchanged), ValueError if src is not shared: its KV would be lost.
+        Raises NoFreeBlocks, or ValueError if src is not shared, because its KV would be lost. Both change nothing.
         """
         if self._ref[src] < 2:
             raise ValueError(f"block {src} has ref {self._ref[src]}: only a shared block is copied")
@@ -226,8 +225,10 @@ class BlockPool:
         return dst
 
     def release(self, seq_id: int, ids: Sequence[int]) -> None:
-        """One table lets go of these, given last table entry first. Raises ValueError, unchanged, if a
-        block is unreferenced or given twice."""
+        """One table gives up these blocks, its last entry first.
+
+        Raises ValueError, and changes nothing, if a block is unreferenced or given twice.
+        """
         if not ids:
             return
         ref, hashes = self._ref, self._hash
@@ -256,9 +257,11 @@ class BlockPool:
         token_ids: list[int],
         salt: bytes | None = None,
     ) -> None:
-        """Full blocks become findable. A content that is known already gets one more block, kept as a
-        duplicate: tables never change under a running sequence. Raises ValueError, unchanged, if a
-        block is hashed already or in no table."""
+        """From now on look-ups find these full blocks.
+
+        If a content is already known, its new block is kept as a duplicate, because the table of a running sequence
+        must not change. Raises ValueError, and changes nothing, if a block has a hash or is in no table.
+        """
         if not ids:
             return
         if any(self._hash[b] is not None or not self._ref[b] for b in ids):
@@ -284,11 +287,11 @@ class BlockPool:
         )
 
     def unpublish(self, ids: Iterable[int], by_seq: int | None, why: Literal["unwritten", "invalid"]) -> None:
-        """Drop the hashes of those that have one; nothing moves."""
+        """Drop the hashes of these blocks. The queue does not change."""
         self._evict([b for b in ids if self._hash[b] is not None], by_seq, why)
 
     def clear(self) -> None:
-        """Drop all hashes; the queue keeps its order."""
+        """Drop all hashes. The queue does not change."""
         self._hash = [None] * self.num_blocks
         self._table.clear()
         self._copies.clear()
@@ -319,7 +322,7 @@ class BlockPool:
             copies = self._copies.get(h)
             if self._table[h] == b:
                 if copies:
-                    self._table[h], _ = copies.popitem()  # the youngest: usually the last to be evicted
+                    self._table[h], _ = copies.popitem()  # the youngest, which is usually evicted last
                 else:
                     del self._table[h]
             elif copies:
@@ -328,10 +331,10 @@ class BlockPool:
                 del self._copies[h]
         self._emit(BlocksEvicted(ids, dropped, by_seq, why))
 
-    # ---------------------------------------------------------------- the pool's own word
+    # ---------------------------------------------------------------- snapshot and check
 
     def snapshot(self, tables: dict[int, tuple[Sequence[int], int]]) -> PoolSnapshot:
-        """State as an event; tables: sequence id -> (block table, num_computed). Emits nothing."""
+        """The state as an event. tables: sequence id -> (block table, num_computed). Emits nothing."""
         refs: list[int] = []
         for b, r in enumerate(self._ref):
             if not r:
@@ -352,7 +355,7 @@ class BlockPool:
         )
 
     def check(self, tables: Iterable[Sequence[int]]) -> None:
-        """Assert every invariant against all live block tables. O(blocks); for tests and storms."""
+        """Assert all invariants against all live block tables. O(blocks), for tests."""
         held = Counter(b for t in tables for b in t)
         queue = list(self._queue)
         refs = {b: r for b, r in enumerate(self._ref) if r}

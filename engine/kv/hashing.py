@@ -1,9 +1,9 @@
-"""Chain hashes of full blocks: one equal hash validates the whole prefix before it.
+"""Chain hashes of full blocks. Two equal hashes mean that the whole prefixes are equal.
 
-hash_i = xxh3_128(parent as 16 bytes big-endian + the block's tokens as little-endian int32 + the salt's
-digest, in block 0 only). The root's parent is xxh3_128(seed as 8 bytes big-endian), random at each
-start, so that no prompt can be precomputed to collide. Every reader can recompute a hash from
-BlocksStored alone; `verify` does.
+hash_i = xxh3_128(parent, 16 bytes big-endian + tokens of the block as little-endian int32 + digest of the salt, in
+block 0 only). The parent of block 0 is xxh3_128(seed as 8 bytes big-endian). The seed is random at each start, so
+nobody can prepare a prompt that collides. BlocksStored has everything that a reader needs to compute a hash again, as
+`verify` does.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def root_hash(seed: int) -> bytes:
 
 
 def salt_digest(salt: str) -> bytes:
-    """What block 0's hash covers of a salt; 16 bytes. The salt itself appears in no event."""
+    """Digest of a salt for the hash of block 0, 16 bytes. The salt itself is in no event."""
     return xxh3_128_digest(salt.encode("utf-8", "surrogatepass"))
 
 
@@ -35,7 +35,7 @@ def pack(tokens: array[int]) -> bytes:
 def extend_chain(
     hashes: list[bytes], tokens: array[int], block_size: int, root: bytes, salt: bytes | None = None
 ) -> None:
-    """Append to `hashes` the hashes of the full blocks of `tokens` that it does not hold yet."""
+    """Append the missing hashes of the full blocks of `tokens` to `hashes`."""
     first, last = len(hashes), len(tokens) // block_size
     if first >= last:
         return

@@ -1,4 +1,4 @@
-"""How long a step of a decoder takes on a GPU that is not there: a roofline for each part, plus overheads.
+"""How long a step of a decoder takes on a simulated GPU: a roofline for each part, plus overheads.
 
 Owns the model and its constants, each with its source. A step is the sum of its parts. A part takes
 max(bytes / bandwidth, operations / rate), both at the fraction of the published limit that real kernels reach.
@@ -208,7 +208,10 @@ class Cost:
         multiplied = 2 * tokens * (work.dense + work.experts * work.chosen)
         written = tokens * self._token_kv
         between = tokens * self._between
-        sampled = samples > 0
+        head_bytes, sampling = 0, 0.0
+        if samples:
+            head_bytes = self._head_bytes
+            sampling = max(head_bytes / self._head_read, 2 * samples * work.head / self._head_rate)
         return StepTime(
             linear=max(weight_bytes / self._read, multiplied / self._rate),
             attention=max((decode_bytes + written) / self._kv_read, decode_ops / self._attend)
@@ -216,10 +219,9 @@ class Cost:
             between=between / self._rest,
             exchange=self._exchange + tokens * self._exchange_token,
             launch=self._launch,
-            sample=sampled
-            * max(self._head_bytes / self._head_read, 2 * samples * work.head / self._head_rate),
+            sample=sampling,
             host=STEP + count * PER_SEQUENCE,
-            moved=(weight_bytes + sampled * self._head_bytes) / self.machine.count
+            moved=(weight_bytes + head_bytes) / self.machine.count
             + (decode_bytes + read_bytes + written) / self._kv_gpus
             + between,
         )

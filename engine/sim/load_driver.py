@@ -1,4 +1,4 @@
-"""Playing: a workload whose requests arrive at a running engine.
+"""LoadDriver: lets the requests of a workload arrive at a running engine.
 
 Owns the load that is running, the mapping from requests to arrivals, and the counts that other threads read. All
 methods except `asked` are called in the engine thread.

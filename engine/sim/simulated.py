@@ -1,8 +1,8 @@
 """SimulatedRunner: an engine for any model on any GPU, without weights and without the GPU.
 
-Owns what stands in for a model: tokens that are a pure function of (seed, branch, place), steps that take what
-engine.cost says on a virtual clock, and a device that is as busy as that. Scheduler, pool, paging and events are
-the live engine's own. Imports no torch.
+Owns what replaces the model: tokens that are a pure function of (seed, branch, position), steps whose time on a virtual
+clock comes from engine.sim.cost, and samples of a device that is busy for that time. Scheduler, pool, paging and events
+are those of the live engine. Imports no torch.
 """
 
 from __future__ import annotations
@@ -26,16 +26,17 @@ from engine.step.runner import Logprob, NewSequence, Plan, Recomputed, Row, Step
 
 VOCABULARY = 1 << 17
 SHORTEST, SPREAD = 24, 200
-"""Tokens of an answer that may end by itself: at least, and how many more at most; it ends with its sentence."""
+"""Tokens of an answer that may end by itself: the least, and how many more at most. It ends at the end of a
+sentence."""
 
 
 @dataclass(frozen=True, slots=True)
 class Simulation:
     """What to simulate. `Engine(config, build=simulation.build)` runs it.
 
-    model: a name of `kvtop size list`, a config.json or its folder, or a hub id (of which config.json alone is
-    fetched). machine: a GPU's name, or `4xh100`. weights: a name of sizing.BITS, None as published. speed: virtual
-    seconds a second; None is as fast as possible.
+    model: a name from `kvtop size list`, a config.json or its folder, or a hub id (only its config.json is downloaded).
+    machine: the name of a GPU, or `4xh100`. weights: a name in sizing.BITS; None: as published. speed: virtual seconds
+    per second; None: as fast as possible.
     """
 
     model: str
@@ -51,7 +52,7 @@ class Simulation:
             raise SetupError(f"--speed must be over 0 and at most a million, not {self.speed}")
 
     def build(self, config: EngineConfig, progress: Progress) -> Built:
-        """The parts of an engine. Raises SetupError where the model is not known or does not fit."""
+        """The parts of an engine. Raises SetupError if the model is not known or does not fit."""
         machine = hardware.find(self.machine)
         name, raw = sizing.load(self.model, revision=config.revision, progress=progress)
         weights = self.weights or sizing.published_format(raw)
@@ -62,7 +63,7 @@ class Simulation:
         value_bytes = sizing.KV_DTYPES[self.kv_cache_dtype]
         work = Work.of(raw)
         counted = sizing.count_parameters(raw)
-        assert counted is not None, "Work counted them, too"
+        assert counted is not None, "Work has counted them too"
         weights_bytes = -(-counted.total * sizing.BITS[weights] // 8)
         kv = sizing.Sizing(work.shape, value_bytes, config.block_size)
         num_blocks = _num_blocks(
@@ -110,9 +111,9 @@ def _num_blocks(
     name: str,
     weights: str,
 ) -> int:
-    """Blocks that fit with the weights into gpu_memory_utilization of the memory; the rest is for activations, CUDA
+    """Blocks that fit with the weights into gpu_memory_utilization of the memory. The rest is for activations, CUDA
     graphs and libraries, as in vLLM."""
-    # with more GPUs than KV heads some hold the same blocks
+    # with more GPUs than KV heads some GPUs hold the same blocks
     copies = machine.count / min(machine.count, shape.kv_heads)
     room = int(machine.memory * config.gpu_memory_utilization) - weights_bytes
     asked = config.num_blocks or (config.kv_cache_memory and int(config.kv_cache_memory // bytes_per_block))
@@ -142,7 +143,7 @@ def _max_model_len(config: EngineConfig, longest: int | None, num_blocks: int) -
 
 
 class SimulatedRunner:
-    """A ModelRunner that computes nothing and takes as long as the model would."""
+    """A ModelRunner that computes nothing, but takes as much time as the model would."""
 
     def __init__(
         self,
@@ -170,18 +171,18 @@ class SimulatedRunner:
         self._busy = self._moved = 0.0
         self._sampled_at = clock.now()
         self._known: dict[int, NewSequence] = {}
-        """What was said of each sequence that is not retired."""
+        """NewSequence of each sequence that is not retired."""
 
     def audit(self, token_ids: Sequence[int], blocks: list[int]) -> Recomputed:
         """There is no KV to compare."""
         return Recomputed([], 0.0)
 
     def step_budget(self, max_num_batched_tokens: int, context: int) -> int:
-        """The whole budget: on a GPU the scheduler does not shrink it."""
+        """The whole budget, as on a GPU."""
         return max_num_batched_tokens
 
     def execute(self, plan: Plan) -> StepOutput:
-        """Let the step's time pass."""
+        """Let the time of the step pass."""
         rows = plan.rows
         for seq_id in plan.retired:
             self._known.pop(seq_id, None)
@@ -204,7 +205,7 @@ class SimulatedRunner:
         )
 
     def sample(self) -> DeviceSample:
-        """The device since the last call: share of time in which a kernel ran, bytes/s of one GPU's memory."""
+        """The device since the last call. util: share of time in which a kernel ran. bandwidth: that of one GPU."""
         now = self._clock.now()
         passed, self._sampled_at = now - self._sampled_at, now
         busy, moved, self._busy, self._moved = self._busy, self._moved, 0.0, 0.0
@@ -217,7 +218,7 @@ class SimulatedRunner:
         return DeviceSample(memory=self.weights_bytes + kv, memory_total=machine.memory, **known)
 
     def _beam(self, row: Row) -> Logprob:
-        """Continuations that fall by an even step: one beam leads, the others stay close."""
+        """Continuations whose log probabilities fall in equal steps: one beam leads, the others stay close to it."""
         own = self._known[row.seq_id].branch
         tokens = dict.fromkeys(self._next(row, own + i) for i in range(4 * row.top))
         ids = list(tokens)[: row.top]

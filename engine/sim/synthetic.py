@@ -1,8 +1,8 @@
-"""Text that nobody thought of: sentences of common words, the same for the same seed, one token a word.
+"""Synthetic text: sentences of common words, one token per word, the same for the same seed.
 
-Owns the words and the pattern of a sentence, how any tokenizer's ids spell them (Language), and a tokenizer for
-engines that have none (SyntheticTokenizer). A token is a pure function of a seed and its place, so that a
-simulated answer depends on neither batch, chunk, preemption nor time. Imports no torch.
+Owns the words and the pattern of a sentence, the ids of these words in any tokenizer (Language), and a tokenizer for
+engines without one (SyntheticTokenizer). Invariant: a token is a pure function of a seed and its position, so a
+simulated answer does not depend on batches, chunks, preemptions or time. Imports no torch.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ _PATTERN = (
 _MASK = (1 << 64) - 1
 END = "<|end|>"
 _PIECE = re.compile(r"<\|\w+\|>|\s?\w{1,6}|\s|[^\w\s]", re.UNICODE)
-"""A piece of text that becomes one token: about as long as those of real vocabularies."""
+"""A piece of text that becomes one token, about as long as in real vocabularies."""
 
 
 class Encoder(Protocol):
-    """What a language needs of a tokenizer."""
+    """The part of a tokenizer that a language needs."""
 
     def encode(self, text: str, special: bool = False) -> list[int]: ...
 
 
 class Language:
-    """Token ids by their place in a sentence. `slots`: for each place the ids that may stand there."""
+    """Token ids by their place in a sentence. slots: the possible ids at each place."""
 
     __slots__ = ("_slots",)
 
@@ -63,7 +63,7 @@ class Language:
 
     @classmethod
     def of(cls, tokenizer: Encoder | None, vocab_size: int) -> Language:
-        """In a tokenizer's words, as far as they are one token each; without one, any ids."""
+        """The words that are one token each in this tokenizer. Without a tokenizer: any ids."""
         anything = [range(min(vocab_size, 50_000))]
         if tokenizer is None:
             return cls(anything)
@@ -82,7 +82,7 @@ class Language:
         return words[(mixed >> 33) % len(words)]
 
     def text(self, seed: int, n: int) -> list[int]:
-        """The first n tokens of it."""
+        """The first n tokens of the text of this seed."""
         return [self.token(seed, i) for i in range(n)]
 
     @property
@@ -92,14 +92,16 @@ class Language:
 
 
 class SyntheticTokenizer:
-    """A tokenizer without a model: the language's words are one token each, bytes and further pieces of up to six
-    letters are numbered as they come. Speaks the chat template that most models speak."""
+    """A tokenizer without a model. Each word of the language is one token, and so is each byte.
+
+    Other pieces of up to six letters get a number when they first occur. It has a simple chat template.
+    """
 
     has_chat_template = True
     eos_ids = frozenset({0})
 
     def __init__(self, vocab_size: int) -> None:
-        """vocab_size: pieces that find no place in it become bytes."""
+        """vocab_size: when it is full, new pieces become bytes."""
         words = dict.fromkeys(s for place in _PATTERN for s in _spellings(place))
         if vocab_size < 257 + len(words):
             raise ValueError(f"a vocabulary of {vocab_size} does not hold {257 + len(words)} tokens")
@@ -113,11 +115,11 @@ class SyntheticTokenizer:
         )
 
     def encode(self, text: str, special: bool = False) -> list[int]:
-        """Ids of a text. There is nothing special to add."""
+        """Ids of a text. There are no special tokens to add."""
         return self.encode_ends(text)[0]
 
     def encode_ends(self, text: str) -> tuple[list[int], list[int]]:
-        """Ids, and for each where its text ends."""
+        """Ids, and for each of them the end of its text."""
         ids: list[int] = []
         ends: list[int] = []
         for found in self._words.finditer(text):
@@ -127,15 +129,15 @@ class SyntheticTokenizer:
         return ids, ends
 
     def guard(self, text: str) -> str:
-        """A simulation has no template to protect: nothing changes."""
+        """Returns the text: a simulation has no template to protect."""
         return text
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Its text; U+FFFD for an id that was never given out."""
+        """Its text; U+FFFD for an unused id."""
         return self._pieces[token_id] if token_id < len(self._pieces) else "\ufffd".encode()
 
     def is_special(self, token_id: int) -> bool:
-        """Not text."""
+        """Whether it is the end token."""
         return token_id == 0
 
     def render(self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool) -> str:
@@ -158,7 +160,7 @@ class SyntheticTokenizer:
 
 
 def _spellings(place: str) -> Iterable[str]:
-    """The words that may stand at a place, each with the space before it."""
+    """The possible words at a place, each with the space before it."""
     if place not in _WORDS:
         return (place if place in ",." else f" {place}",)
     return (" " + w.replace("_", " ") for w in _WORDS[place].split())
