@@ -44,7 +44,7 @@ class Turn:
 
 
 @dataclass(slots=True)
-class _Held:
+class _History:
     """The chat so far: its ids, the text that the template must repeat, and who wrote which part."""
 
     ids: list[int]
@@ -78,18 +78,18 @@ class Conversation:
         self._tokenizer = tokenizer
         self._guard: Callable[[str], str] = (lambda text: text) if allow_special else tokenizer.guard
         self._pieces = [] if system is None else [_Piece("system", self._guard(system), system_name)]
-        self._held: _Held | None = None
-        self._asked: tuple[_Piece, _Held] | None = None
+        self._history: _History | None = None
+        self._asked: tuple[_Piece, _History] | None = None
 
     def turn(self, text: str) -> Turn:
         """The prompt that asks `text` after everything that is committed. Raises ValueError if the template raises."""
         question = _Piece("user", self._guard(text))
         if self._tokenizer.has_chat_template:
-            held, rewrote = self._templated([*self._pieces, question])
+            history, rewrote = self._templated([*self._pieces, question])
         else:
-            held, rewrote = self._plain(question), False
-        self._asked = question, held
-        return Turn(list(held.ids), list(held.spans), rewrote)
+            history, rewrote = self._plain(question), False
+        self._asked = question, history
+        return Turn(list(history.ids), list(history.spans), rewrote)
 
     def commit(self, output_ids: Sequence[int], text: str, finish_reason: str) -> None:
         """Add the answer to the last turn: the sampled ids, including a stop string and EOS, and the visible text.
@@ -98,23 +98,23 @@ class Conversation:
         """
         if self._asked is None:
             return
-        question, held = self._asked
+        question, history = self._asked
         self._asked = None
         if not output_ids or finish_reason in ("error", "refused"):
             return
         ended = output_ids[-1] in self._tokenizer.eos_ids
-        start, end = len(held.ids), len(held.ids) + len(output_ids)
-        held.ids.extend(output_ids)
-        held.spans = _joined(
-            [*held.spans, (start, end - ended, "assistant", ""), (end - ended, end, "template", "")]
+        start, end = len(history.ids), len(history.ids) + len(output_ids)
+        history.ids.extend(output_ids)
+        history.spans = _joined(
+            [*history.spans, (start, end - ended, "assistant", ""), (end - ended, end, "template", "")]
         )
         # The ids keep what a stop string cut from the text. The template sees only the text.
         text = self._guard(text)
-        held.text += text
+        history.text += text
         if ended:
-            held.text += self._tokenizer.token_bytes(output_ids[-1]).decode("utf-8", "replace")
+            history.text += self._tokenizer.token_bytes(output_ids[-1]).decode("utf-8", "replace")
         self._pieces += [question, _Piece("assistant", text)]
-        self._held = held
+        self._history = history
 
     def cost_of_trimming(self, text: str) -> tuple[int, int] | None:
         """(prompt tokens, how many of them would be computed) of `text` without the oldest question and answer.
@@ -122,38 +122,40 @@ class Conversation:
         Only what comes before these two stays cached. None: there is nothing to leave out.
         """
         first = next((i for i, piece in enumerate(self._pieces) if piece.role == "user"), None)
-        if first is None or self._held is None or not self._tokenizer.has_chat_template:
+        if first is None or self._history is None or not self._tokenizer.has_chat_template:
             return None
         kept = [*self._pieces[:first], *self._pieces[first + 2 :], _Piece("user", self._guard(text))]
         ids = self._tokenizer.encode(_render(self._tokenizer, kept)[0])
         same = next(
-            (i for i, (a, b) in enumerate(zip(ids, self._held.ids, strict=False)) if a != b), len(ids)
+            (i for i, (a, b) in enumerate(zip(ids, self._history.ids, strict=False)) if a != b), len(ids)
         )
         return len(ids), len(ids) - same
 
-    def _templated(self, pieces: list[_Piece]) -> tuple[_Held, bool]:
+    def _templated(self, pieces: list[_Piece]) -> tuple[_History, bool]:
         rendered, parts = _render(self._tokenizer, pieces)
-        held = self._held
+        history = self._history
         start = 0
         ids: list[int] = []
         spans: list[Span] = []
-        if held is not None and rendered.startswith(held.text):
-            start, ids, spans = len(held.text), held.ids, held.spans
+        if history is not None and rendered.startswith(history.text):
+            start, ids, spans = len(history.text), history.ids, history.spans
         new_ids, ends = self._tokenizer.encode_ends(rendered[start:])
         new_spans = _token_spans(parts, [start + end for end in ends], len(ids))
-        return _Held([*ids, *new_ids], rendered, _joined([*spans, *new_spans])), held is not None and not ids
+        return _History(
+            [*ids, *new_ids], rendered, _joined([*spans, *new_spans])
+        ), history is not None and not ids
 
-    def _plain(self, question: _Piece) -> _Held:
+    def _plain(self, question: _Piece) -> _History:
         """Without a template: the texts one after another, after the begin-of-text token of the model."""
         encode = self._tokenizer.encode
-        held = self._held or _Held(encode("", special=True), "", [])
-        ids = list(held.ids)
-        spans = list(held.spans) if held.spans else [(0, len(ids), "template", "")]
-        for piece in [*([] if self._held else self._pieces), question]:
+        history = self._history or _History(encode("", special=True), "", [])
+        ids = list(history.ids)
+        spans = list(history.spans) if history.spans else [(0, len(ids), "template", "")]
+        for piece in [*([] if self._history else self._pieces), question]:
             start = len(ids)
             ids += encode(piece.text)
             spans.append((start, len(ids), piece.role, piece.name))
-        return _Held(ids, held.text, _joined(spans))
+        return _History(ids, history.text, _joined(spans))
 
 
 # ----------------------------------------------------------------------- rendering, and who wrote what

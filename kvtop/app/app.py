@@ -303,7 +303,7 @@ class KvtopApp(OrderedApp):
             self._fast.pause()
 
     def _watch(self) -> None:
-        """What happens once: the engine is up, it failed, an error has to be told."""
+        """What happens once: the engine is up, it failed, an error has to be shown."""
         session = self.session
         state = session.state
         if session.failure is not None:
@@ -314,7 +314,7 @@ class KvtopApp(OrderedApp):
             self._is_up = True
             self._started()
         for error in state.engine.errors[self._told_errors :]:
-            # A fatal one stands in the hint; that of a request in the chat.
+            # A fatal one is in the hint, and the error of a request is in the chat.
             if error.request_id is None and not (error.fatal and self.main.live):
                 text = safe_text(error.message)
                 self.notify(text, title="Engine", severity="error", timeout=15, markup=False)
@@ -352,8 +352,8 @@ class KvtopApp(OrderedApp):
         """Hand the signs to the widgets that this frame paints."""
         main = self.main
         main.header.badges, main.key_line.keys = said.badges, said.keys
-        main.chat.held, main.chat.topic, main.chat.invites = said.held, said.topic, said.invites
-        main.header.held = main.queues.held = len(said.held)
+        main.chat.sent, main.chat.topic, main.chat.invites = said.sent, said.topic, said.invites
+        main.header.held = main.queues.held = len(said.sent)
         main.header.without_figures, main.chat.progress = bool(said.loading), said.loading
         main.hint.says, main.hint.why, main.hint.warns = said.hint, said.why, said.warns
         main.caption.says, main.caption.then = said.caption, said.then

@@ -16,7 +16,7 @@ from kvtop.widgets.bars.header import Badge
 from kvtop.widgets.bars.hint import Key
 
 if TYPE_CHECKING:
-    from kvtop.play.composer import Held
+    from kvtop.play.composer import SentPrompt
     from kvtop.play.session import Session
 
 _HELP = Key("F1", "help", "f1")
@@ -54,7 +54,7 @@ class Signs:
     why: str = ""
     """The reason that follows it."""
     warns: bool = False
-    held: tuple[Held, ...] = ()
+    sent: tuple[SentPrompt, ...] = ()
     """Prompts that were sent and have not arrived."""
     topic: str | None = None
     """What the prompt is about; None without a prompt."""
@@ -90,7 +90,7 @@ def signs(session: Session, mode: Mode) -> Signs:
         hint=hint,
         why=why,
         warns=warns,
-        held=() if composer is None else tuple(composer.held(session.shown)),
+        sent=() if composer is None else tuple(composer.sent(session.shown)),
         topic=topic,
         invites=invites,
         loading="" if loading is None else loading.says,

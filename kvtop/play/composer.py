@@ -1,9 +1,9 @@
 """Composer: what the prompt sends, in which conversation, and what the next Enter will do.
 
-Owns the current conversation and the place among the five examples. Typed prompts continue the latest typed
-conversation, or an example's page while that is the one attached; an example starts a conversation for each
-of its prompts. Invariants: an example is sent only after the one before it has finished, so each shows what
-it is meant to show, however fast Enter is pressed; what the hint says is true of the state.
+Owns the current conversation and the number of examples that were sent. A typed prompt continues the latest typed
+conversation, or the one about an example's page while that page is attached. An example starts a new conversation for
+each of its prompts. Invariants: an example is sent only after the one before it has finished, so each shows what it is
+meant to show, however fast Enter is pressed; what the hint says is true of the state.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ NEARLY_FULL = 0.9
 
 
 def branching(text: str, params: SamplingParams) -> tuple[str, SamplingParams] | None:
-    """`/n 4 question` and `/beam 4 question` -> the question and its params; without a question they are for
-    all that follow. None for any other text. Raises ValueError with one line for a number that cannot be."""
+    """`/n 4 question` and `/beam 4 question` -> the question and its params. Without a question the params are for
+    all later ones. None for any other text. Raises ValueError, one line, for a number that makes no sense."""
     found = re.fullmatch(r"/(n|beam)(?:\s+(\S+)(?:\s+(.*))?)?", text, re.DOTALL)
     if found is None:
         return None
@@ -47,8 +47,9 @@ class NextEnter:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
-    """A prompt that was sent and has not arrived yet. after: the turn of its conversation before it."""
+class SentPrompt:
+    """A prompt that was sent, while no event names it yet: the state knows only what events say, so the screen gets
+    it from here. after: the request before it in its conversation."""
 
     request_id: int
     text: str
@@ -56,7 +57,7 @@ class Held:
 
 
 class Composer:
-    """The prompt's side of an engine. `tick` after every application of batches."""
+    """Sends prompts to an engine. Call `tick` each time after batches were applied."""
 
     def __init__(
         self,
@@ -75,11 +76,11 @@ class Composer:
         self.params = params or SamplingParams()
         self.system, self.system_name, self.salt = system, system_name, salt
         self.conversation: int | None = None
-        """What a typed prompt continues; None: it starts anew."""
+        """What a typed prompt continues; None: it starts a new one."""
         self.attached = system_name
         """Name of the page that conversation is about."""
         self.anew = False
-        """A new conversation was asked for and has no prompt yet."""
+        """The user asked for a new conversation, and has sent nothing in it yet."""
         self.place = 0
         """Examples sent so far."""
         self._typed: tuple[int | None, str] = (None, system_name)
@@ -87,7 +88,7 @@ class Composer:
         self._pending = 0
         self._running: list[int] = []
         self._seen = ""
-        self._held: dict[int, Held] = {}
+        self._sent: dict[int, SentPrompt] = {}
         self._unfinished: list[int] = []
         """Requests sent and neither finished nor aborted, as far as is known."""
         self._latest: dict[int, int] = {}
@@ -97,7 +98,7 @@ class Composer:
 
     def send(self, text: str) -> None:
         """A typed prompt: the next turn of the current conversation, or an example for an empty one."""
-        if self.engine.failure is not None:  # the screen says why; there is nobody to answer
+        if self.engine.failure is not None:  # the screen says why; nothing would answer
             return
         if not text:
             self._pending = min(self._pending + 1, len(self.examples) or 0)
@@ -105,7 +106,7 @@ class Composer:
             return
         try:
             command = branching(text, self.params)
-        except ValueError:  # the hint has told what is wrong
+        except ValueError:  # the hint says what is wrong
             return
         text, params = command or (text, self.params)
         if not text:
@@ -118,11 +119,11 @@ class Composer:
         self._typed = self.conversation, self.attached
 
     def new_conversation(self) -> None:
-        """The next typed prompt starts anew, with --system's text if there is one."""
+        """The next typed prompt starts a new conversation, with the text of --system if there is one."""
         self.conversation, self.attached, self.anew = None, self.system_name, True
 
     def abort(self) -> int:
-        """Every answer that is not finished, and the examples that were still to be sent. Returns how many."""
+        """Abort every unfinished answer, and drop the examples that wait to be sent. Returns how many these are."""
         self._forget_finished()
         for rid in self._unfinished:
             self.engine.abort(rid)
@@ -139,11 +140,11 @@ class Composer:
         views = (self.state.requests.get(rid) for rid in self._running)
         return any(view is None or view.phase != "finished" for view in views)
 
-    def held(self, shown: DashboardState) -> list[Held]:
-        """Prompts that were sent and have not arrived in `shown`, which may stand still, in the order of asking."""
-        for rid in [rid for rid in self._held if rid in shown.requests]:
-            del self._held[rid]
-        return list(self._held.values())
+    def sent(self, shown: DashboardState) -> list[SentPrompt]:
+        """Prompts that were sent and are not in `shown` yet, in the order of asking. `shown` may be a frozen state."""
+        for rid in [rid for rid in self._sent if rid in shown.requests]:
+            del self._sent[rid]
+        return list(self._sent.values())
 
     def tick(self) -> None:
         """Send an example that was asked for, once the one before has finished."""
@@ -155,7 +156,7 @@ class Composer:
 
     def _submit(self, text: str, params: SamplingParams, conversation: int, salt: str | None = None) -> int:
         rid = self.engine.submit(text, params, conversation=conversation, salt=salt)
-        self._held[rid] = Held(rid, text, self._latest.get(conversation))
+        self._sent[rid] = SentPrompt(rid, text, self._latest.get(conversation))
         self._latest[conversation] = rid
         self._forget_finished()
         self._unfinished.append(rid)
@@ -241,14 +242,14 @@ class Composer:
         return NextEnter(f"Enter goes on with this conversation{about}", "ctrl+n starts a new one")
 
     def _why(self, example: Example) -> str:
-        """The example's own reason, or what the state says where that would not be true."""
+        """The example's own reason, or another one if the state shows that it does not hold now."""
         state = self.state
         views = [state.requests.get(self._asked.get((p.system, p.text), 0)) for p in example.prompts]
         hashes = {h for view in views if view is not None for h in view.lookup_hashes}
         if not hashes:
             others = [v for rid in self._asked.values() if (v := state.requests.get(rid)) is not None]
             if len(example.prompts) > 1 and others and state.block_size:
-                # Pages are alike in length: so many blocks as the largest so far.
+                # Pages have about the same length: each is counted like the largest one so far.
                 need = len(example.prompts) * max(-(-v.prompt_tokens // state.block_size) for v in others)
                 if need <= state.pool.blocks_until_eviction:
                     return "they fit into the blocks that are free: nothing has to be evicted"

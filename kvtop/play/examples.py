@@ -1,7 +1,7 @@
 """The five examples that Enter sends on an empty prompt: data in demos/examples.toml over demos/*.txt.
 
-Owns their form and checks it once. Each example starts new conversations, so its page is the system
-message and stands at the same tokens of every prompt: that is what makes blocks equal, or not.
+Owns the format of that file and checks it once. Each example starts new conversations with its page as the system
+message. So the page is at the same tokens in every prompt about it, and its blocks are equal.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class ExamplePrompt:
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """What one Enter sends. `title` and `why` go under the prompt before it, `seen` tells where to look
-    after it. All prompts of an example are submitted at once."""
+    """What one Enter sends. `title` and `why` are shown before it, `seen` says after it where to look. All prompts of
+    an example are submitted at once."""
 
     title: str
     why: str

@@ -26,13 +26,13 @@ from kvtop.widgets.chat.answer import INDENT, Line
 from kvtop.widgets.chat.lines import Layouter, Sheet, plain
 
 if TYPE_CHECKING:
-    from kvtop.play.composer import Held
+    from kvtop.play.composer import SentPrompt
     from kvtop.state.dashboard import DashboardState
     from kvtop.state.request_view import RequestView
 
 _CACHE = 256
 """Requests whose layout is kept."""
-_MOST_HELD = 400
+_MOST_SENT = 400
 """Characters of a prompt that has not arrived."""
 
 
@@ -68,7 +68,7 @@ class Chat(Lines):
         self.title = "chat"
         self.topic: str | None = None
         """What the prompt is about, for the title; None: what the latest request was about."""
-        self.held: Sequence[Held] = ()
+        self.sent: Sequence[SentPrompt] = ()
         """Prompts that have not arrived at the engine."""
         self.invites: Sequence[str] = ()
         """What to do while nothing was asked."""
@@ -78,7 +78,7 @@ class Chat(Lines):
         """By request: (its figures, its text), the lines that show them, and what they are made from."""
         self._ids: Sequence[int] = ()
         """Requests of the last round, and those of them that had not arrived."""
-        self._waiting_ids: dict[int, Held] = {}
+        self._waiting_ids: dict[int, SentPrompt] = {}
         self._between = False
         self._view: list[tuple[int, Line]] = []
         self._block_size = 16
@@ -105,13 +105,13 @@ class Chat(Lines):
         if width < 1 or height < 1:
             return
         self._block_size = state.started.block_size if state.started is not None else 16
-        held = {h.request_id: h for h in self.held if h.request_id not in state.requests}
+        sent = {h.request_id: h for h in self.sent if h.request_id not in state.requests}
         # In the order of asking: a turn that had to wait for its conversation arrives after later ones.
-        self._ids, self._waiting_ids = sorted((*state.requests, *held), reverse=True), held
+        self._ids, self._waiting_ids = sorted((*state.requests, *sent), reverse=True), sent
         if self.progress and self.is_empty:
             self.set_rows(self._in_the_middle([self.progress], width, height))
             return
-        if not state.requests and (state.started is None or not held):
+        if not state.requests and (state.started is None or not sent):
             self._view, self.back = [], 0
             self.title = self._title(state)
             self.set_rows(self._welcome(state, width, height))
@@ -135,11 +135,11 @@ class Chat(Lines):
 
     def _paint_requests(self, state: DashboardState, width: int, height: int) -> None:
         shown: list[tuple[int, Line]] = []
-        want, held = height + self.back, self._waiting_ids
+        want, sent = height + self.back, self._waiting_ids
         for rid in self._ids:
             lines = (
-                self._waiting(held[rid], width)
-                if rid in held
+                self._waiting(sent[rid], width)
+                if rid in sent
                 else self._lines(state, state.requests[rid], width)
             )
             shown[:0] = [(rid, line) for line in lines[len(shown) - want :]]  # the last that are missing
@@ -169,16 +169,16 @@ class Chat(Lines):
         back = f"{count(self.back)} lines back" if self.back else ""
         return " · ".join(word for word in ("chat", topic, back) if word)
 
-    def _waiting(self, held: Held, width: int) -> list[Line]:
+    def _waiting(self, sent: SentPrompt, width: int) -> list[Line]:
         """A prompt that has not arrived."""
         muted, bold = self.ink("muted"), self.ink("text") + Style(bold=True)
-        head = f"#{held.request_id} "
+        head = f"#{sent.request_id} "
         indent = max(INDENT, len(head))
-        question = list(plain(safe_text(held.text[:_MOST_HELD], newlines=True), width - indent))
+        question = list(plain(safe_text(sent.text[:_MOST_SENT], newlines=True), width - indent))
         lines = [
             Line([(head if n == 0 else " " * indent, muted)], [(t, bold)]) for n, t in enumerate(question)
         ]
-        why = "waiting" if held.after is None else f"waiting for the turn before, #{held.after}"
+        why = "waiting" if sent.after is None else f"waiting for the turn before, #{sent.after}"
         return [*lines, Line([(" " * INDENT, muted)], [(cut(why, max(1, width - INDENT)), muted)])]
 
     def _welcome(self, state: DashboardState, width: int, height: int) -> list[list[Part]]:
@@ -207,8 +207,8 @@ class Chat(Lines):
                 rows.append([("  ", muted), (text, self.ink("error"))])
             return rows
         what = "Starting the engine" if step is None else safe_text(step.what)
-        if self.held:
-            what += f" · {count(len(self.held))} prompt{'s' * (len(self.held) != 1)} waiting"
+        if self.sent:
+            what += f" · {count(len(self.sent))} prompt{'s' * (len(self.sent) != 1)} waiting"
         rows.append([(cut(what, width).center(width), self.ink("text"))])
         if step is not None and step.total > 0:
             bar = max(4, min(40, width - 12))

@@ -257,7 +257,7 @@ async def test_turns_that_wait_are_seen_and_counted() -> None:
         assert app.main.queues.lines[0].startswith("0 running   4 waiting")
         await pilot.press("f3")
         await shown.finished(1, 2, 3, 4)
-        assert not app.session.composer.held(app.state)
+        assert not app.session.composer.sent(app.state)
 
 
 async def test_the_hint_tells_what_the_cache_holds() -> None:

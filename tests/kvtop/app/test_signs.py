@@ -32,7 +32,7 @@ def test_a_replay_names_its_keys_and_its_place() -> None:
     said = signs(replay(recording="a.jsonl"), Mode())
     assert [badge.text for badge in said.badges] == ["REC", "PAUSED", "REPLAY"]
     assert said.keys[0].press == "space" and said.keys[-1].press == "q"
-    assert said.hint.startswith("key mode") and not said.warns and not said.held and said.topic is None
+    assert said.hint.startswith("key mode") and not said.warns and not said.sent and said.topic is None
 
 
 def test_a_recording_that_loads_says_so_and_one_that_cannot_be_driven_offers_no_jumps() -> None:
