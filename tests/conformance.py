@@ -75,14 +75,14 @@ def report(watch: Watch, behaviours: dict[int, str], why: dict[int, str]) -> tup
         if tests:
             results = {t.result for t in tests}
             result = next(r for r in ("failed", "passed", "skipped") if r in results)
-            told = [f"{'' if t.result == result else t.result + ' '}{_short(t.name)}" for t in tests]
+            reported = [f"{'' if t.result == result else t.result + ' '}{_short(t.name)}" for t in tests]
         else:
             result = "reason" if n in why else "nothing"
-            told = [why.get(n, "neither a test nor a reason")]
+            reported = [why.get(n, "neither a test nor a reason")]
         counts[result] += 1
         shown = {"reason": "-", "nothing": "MISSING", "failed": "FAILED"}.get(result, result)
         lines.append(f"{n:>3}  {shown:<8} {behaviours.get(n, '(not in the table)')}")
-        lines += [f"{'':14}{text}" for text in told]
+        lines += [f"{'':14}{text}" for text in reported]
     strange = sorted(set(watch.claims) - set(range(1, LAST + 1)))
     lines += [f"no such behaviour: {n}, claimed by {', '.join(watch.claims[n])}" for n in strange]
     lines += [f"no words for behaviour {n}" for n in range(1, LAST + 1) if n not in behaviours]

@@ -1,10 +1,9 @@
 """Paging: a sequence's block table over the pool.
 
-Owns every change of a table: look-up and admission, growth (with copy-on-write of a shared block that is
-about to be written), publication of full blocks, forks, truncation, release. Keeps the rule that a
-block is scheduled for writing only while one table holds it and it has no hash; publishing seals it.
-What it does for a step it notes in that step's Flight, so that a sequence whose forward will not run
-leaves no hash of unwritten KV behind (`retract`).
+Owns every change of a table: look-up and admission, growth (with copy-on-write before a shared block is written),
+publication of full blocks, forks, truncation and release. Invariants: a block is scheduled for writing only while it is
+in one table and has no hash, so a published block is never written again. What is done for a step is noted in its
+Flight, so that no hash of unwritten KV remains if the forward of a sequence does not run (`retract`).
 """
 
 from __future__ import annotations
@@ -32,15 +31,17 @@ class Paging:
     # ---------------------------------------------------------------- admission
 
     def lookup(self, seq: Sequence) -> list[int]:
-        """Blocks of its longest cached prefix; never the whole sequence, so that at least one token is
-        computed (its logits are needed). Changes nothing but the sequence's own hashes."""
+        """Blocks of its longest cached prefix. Changes only the hashes of the sequence.
+
+        Never the whole sequence: at least one token must be computed, because its logits are needed.
+        """
         if not self.caching:
             return []
         self._extend(seq)
         return self.pool.lookup(seq.hashes, self._most_hits(seq))
 
     def queried(self, seq: Sequence) -> list[bytes]:
-        """Hashes that a look-up asks for: full blocks but for one that ends with the last token."""
+        """Hashes that a look-up asks for: those of all full blocks, except one that ends with the last token."""
         self._extend(seq)
         return seq.hashes[: self._most_hits(seq)]
 
@@ -49,15 +50,15 @@ class Paging:
         return self._blocks(tokens) - len(hits) + self.pool.num_unreferenced(hits)
 
     def admit(self, seq: Sequence, hits: list[int], flight: Flight) -> None:
-        """Start the table with the hit blocks."""
+        """Begin the table with the hit blocks."""
         if hits:
             self._take(seq, hits, flight)
         seq.num_computed = len(hits) * self.block_size
         seq.num_published = len(hits)
 
     def lookup_more(self, seq: Sequence, start: int) -> list[int]:
-        """Blocks that follow its full ones below position `start` and that others have published since it was
-        admitted. Changes nothing but the sequence's own hashes."""
+        """Cached blocks that follow its full blocks below position `start`, published by others since it was admitted.
+        Changes only the hashes of the sequence."""
         first = start // self.block_size
         if not self.caching or not seq.table or seq.num_published > first:
             return []
@@ -65,7 +66,7 @@ class Paging:
         return self.pool.lookup(islice(seq.hashes, first, self._most_hits(seq)))
 
     def take_more(self, seq: Sequence, hits: list[int], flight: Flight) -> None:
-        """Go on after these; a block of its own that was half computed is given back."""
+        """Add these hits to the table. Its own half computed block is released before."""
         self._release(seq, len(seq.table) - seq.num_computed // self.block_size)
         self._take(seq, hits, flight)
         seq.num_published = len(seq.table)
@@ -78,8 +79,10 @@ class Paging:
         return self._blocks(end) - len(seq.table) + self._must_copy(seq, start)
 
     def grow(self, seq: Sequence, start: int, end: int, flight: Flight) -> bool:
-        """Slots for positions [start, end), private to this sequence; start: its tokens that are computed or
-        in flight. False, with nothing changed, if the pool has too few blocks."""
+        """Get private slots for positions [start, end). start: its tokens that are computed or in flight.
+
+        Returns False, and changes nothing, if the pool has too few blocks.
+        """
         copy = self._must_copy(seq, start)
         fresh = self._blocks(end) - len(seq.table)
         if fresh + copy > self.pool.num_available:
@@ -98,9 +101,9 @@ class Paging:
     def publish(self, seq: Sequence, tokens: int, flight: Flight | None = None) -> None:
         """Store the hashes of the full blocks below position `tokens` that it has not stored yet.
 
-        At scheduling for tokens known at submission or resume (an equal prompt in the same step shares
-        them: a batch stores all KV before any attention reads): `flight` is the step that will write them.
-        At commit for sampled ones.
+        Blocks of a prompt are published when they are scheduled, and `flight` is the step that will write them. An
+        equal prompt in the same step can share them, because a batch stores all KV before attention reads. Blocks with
+        sampled tokens are published at commit.
         """
         start, end = seq.num_published, tokens // self.block_size
         if not self.caching or end <= start:
@@ -127,8 +130,8 @@ class Paging:
             request.high_published = end
 
     def retract(self, seq: Sequence, flights: Flights) -> list[Sequence]:
-        """The forwards of `seq` that are in flight do not count: drop its rows, its pending copies and the hashes
-        that it published for them. Returns the sequences that had touched such a block; they must not run either."""
+        """The forwards of `seq` in flight do not count: drop its rows, its pending copies and the hashes published for
+        them. Returns the sequences that have touched such a block. They must not run either."""
         flights.drop(seq)
         bad: set[int] = set()
         request = seq.request
@@ -143,9 +146,11 @@ class Paging:
         return _touching(bad, flights)
 
     def invalidate(self, seq: Sequence, flights: Flights) -> list[Sequence]:
-        """Its KV proved bad: nothing that its request stored or read is findable any more. One of the blocks
-        that it read may be the cause, and would end every later reader. Returns the sequences that
-        touched one for a step in flight."""
+        """Its KV is bad: drop the hashes of everything that its request stored or read.
+
+        A block that it read may be the cause and would end every later reader. Returns the sequences that have touched
+        such a block for a step in flight.
+        """
         bad = [b for b, h in seq.request.stored if self.pool.hash_of(b) == h]
         for branch in seq.request.branches:
             bad += branch.table
@@ -155,8 +160,7 @@ class Paging:
     # ---------------------------------------------------------------- forks and the end
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
-        """The child shares the blocks that hold computed KV, including the partial last one; the first
-        to write that one copies it."""
+        """The child shares all blocks with computed KV. The last one may be partial: the first writer copies it."""
         shared = parent.table[: self._blocks(parent.num_computed)]
         self.pool.touch(child.seq_id, shared, "fork")
         child.table += shared
@@ -166,11 +170,11 @@ class Paging:
         child.num_published = min(parent.num_published, len(shared))
 
     def common_blocks(self, a: Sequence, b: Sequence) -> int:
-        """Full blocks in which two branches of a request hold the same tokens, without the last token of `b`:
-        if `b` shares them it still computes something."""
+        """Number of full blocks at the start in which two branches have the same tokens. It leaves out the last token
+        of `b`, so that `b` still computes something if it shares them."""
         size = self.block_size
         low, high = 0, min(len(a), len(b) - 1) // size
-        while low < high:  # equal up to `low`, unequal or unknown beyond: whole prefixes compare in C
+        while low < high:  # bisection: the branches are equal up to `low`; arrays compare fast
             middle = (low + high + 1) // 2
             if a.tokens[low * size : middle * size] == b.tokens[low * size : middle * size]:
                 low = middle
@@ -179,8 +183,8 @@ class Paging:
         return low
 
     def rejoin(self, seq: Sequence, sibling: Sequence, shared: int, hits: list[int], flight: Flight) -> None:
-        """Start the table of a branch that comes back from preemption: `shared` computed blocks of its
-        sibling, then what the cache has beyond them."""
+        """Begin the table of a branch that resumes after a preemption: `shared` computed blocks of another branch, then
+        the hits after them."""
         if shared:
             ids = sibling.table[:shared]
             self.pool.touch(seq.seq_id, ids, "fork")
@@ -193,11 +197,11 @@ class Paging:
             seq.num_published = len(hits)
 
     def truncate(self, seq: Sequence, tokens: int) -> None:
-        """Give back the blocks beyond position `tokens`: of rejected drafts, which were never published."""
+        """Release the blocks after position `tokens`. They had rejected drafts and were never published."""
         self._release(seq, len(seq.table) - self._blocks(tokens))
 
     def release(self, seq: Sequence) -> None:
-        """Give back the whole table, last block first, so that a chain loses its tail before its root."""
+        """Release the whole table, last block first, so that the end of a prefix is evicted before its start."""
         self._release(seq, len(seq.table))
         seq.table_sent = -1
         seq.num_computed = 0
@@ -225,7 +229,8 @@ class Paging:
         return (len(seq.tokens) - 1) // self.block_size
 
     def _must_copy(self, seq: Sequence, start: int) -> bool:
-        # A block published ahead of its forward may have sharers already; its writer will not write it twice.
+        # A block that was published before its forward may be shared already. It needs no copy: its writer writes it
+        # once.
         index = start // self.block_size
         return seq.num_published <= index < len(seq.table) and self.pool.ref(seq.table[index]) > 1
 

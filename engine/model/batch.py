@@ -1,8 +1,8 @@
 """Persistent rows: block tables, sampling parameters and last tokens of live sequences, on the device.
 
 Owns the mapping sequence id -> row. A step applies deltas (Row.table, Plan.retired) and never rebuilds a table.
-Keeps the invariant that no real token is written into the null block. Everything that a step needs goes to the
-device in one copy that the host does not wait for, in the stream's order, so the step before may still be running.
+Everything that a step needs goes to the device in one copy. The host does not wait for it, and it is queued in the
+stream, so the step before may still be running. Invariant: no real token is written into the null block.
 """
 
 from __future__ import annotations
@@ -14,17 +14,20 @@ import torch
 from numpy.typing import NDArray
 
 from engine.events import NULL_BLOCK
-from engine.ops.base import Beside, Ops, StepInput
+from engine.ops.base import Extras, Ops, StepInput
 from engine.ops.sampler import PARAMS, SampleRows
 from engine.step.runner import NewSequence, Plan, Row
 
 PENDING = -1
-"""In the place of a token that only the device knows yet."""
+"""Placeholder for a token that only the device knows so far."""
 
 
 class DeviceRows:
-    """Rows for sequences. Grows when more sequences live at once than `capacity`. ops: asked what else a step
-    needs on the device; without it the back end sends that itself. vocab_size: the most that a top_k means."""
+    """Rows for sequences. It grows if there are more sequences than `capacity`.
+
+    ops: returns further arrays that a step needs on the device; without ops the back end copies them itself.
+    vocab_size: the largest effective top_k.
+    """
 
     def __init__(
         self,
@@ -49,10 +52,10 @@ class DeviceRows:
         self._drawing = self._last
         """The row of each token that the newest step draws, int64 [L]."""
         self._changed: list[tuple[int, int, int]] = []
-        """Parts of tables that the device lacks: (row, from, to)."""
+        """Parts of tables that are not on the device yet: (row, from, to)."""
 
     def apply(self, plan: Plan) -> tuple[StepInput, SampleRows]:
-        """Takes over what changed since the last step and lays out this step's tokens.
+        """Apply the changes since the last step, and make the input of this step.
 
         Raises ValueError if a token would be written into the null block or beyond its table.
         """
@@ -72,14 +75,14 @@ class DeviceRows:
             raise ValueError("a token's slot is in the null block: its table is too short")
         draws = [(i, b, k) for i, r in enumerate(plan.rows) for k, b in enumerate(r.draws)]
         sampled = np.fromiter((i for i, _, _ in draws), np.int64, len(draws))
-        # Tokens of the row that come after the one that is drawn: drafts.
+        # The number of tokens in the row after the token that is drawn: drafts.
         behind = np.fromiter((max(0, plan.rows[i].drafts - k) for i, _, k in draws), np.int64, len(draws))
         params = self._params[rows[sampled]]
         params["branch"] = [b for _, b, _ in draws]
         kv_lens = start + n
         q_lens_host, kv_lens_host = n.tolist(), kv_lens.tolist()
         drawn_rows = SampleRows(params, kv_lens[sampled] - behind)
-        beside = self._ops.beside(q_lens_host, kv_lens_host, drawn_rows) if self._ops else Beside()
+        extras = self._ops.extras(q_lens_host, kv_lens_host, drawn_rows) if self._ops else Extras()
         host_ids = _tokens(plan.rows)
         pending = np.flatnonzero(host_ids == PENDING)
         upload = _Upload()
@@ -91,8 +94,8 @@ class DeviceRows:
         row_ids = upload.add(rows)
         q_starts = upload.add(np.concatenate(([0], ends)).astype(np.int32))
         lens = upload.add(kv_lens.astype(np.int32))
-        work = [upload.add(array) for array in beside.work]
-        sampling = None if beside.sampling is None else upload.add(beside.sampling)
+        work = [upload.add(array) for array in extras.work]
+        sampling = None if extras.sampling is None else upload.add(extras.sampling)
         waiting = (upload.add(pending), upload.add(np.repeat(rows, n)[pending].astype(np.int64)))
         where, blocks_there = self._table_changes()
         places, changed = upload.add(where), upload.add(blocks_there)
@@ -116,17 +119,20 @@ class DeviceRows:
             q_lens=q_lens_host,
             kv_lens_host=kv_lens_host,
             work=[there[i] for i in work],
-            note=beside.note,
+            note=extras.note,
         )
         return batch, drawn_rows
 
     def drawn(self, tokens: torch.Tensor) -> None:
-        """The tokens of the newest step's draws, int64 [L] on the device: what the next step may start from
-        before the host has seen them. Of a row that draws several any one is kept; -1 becomes 0."""
+        """Keep the tokens that the newest step drew, int64 [L] on the device.
+
+        The next step may start from them before the host has read them. If a row draws several tokens, any of them is
+        kept. -1 becomes 0.
+        """
         self._last.index_copy_(0, self._drawing, tokens.clamp(min=0))
 
     def _update(self, row: Row) -> int:
-        """Where the sequence's row is; its table and (at first sight) its parameters are brought up to date."""
+        """The row of the sequence, with an updated table and, for a new sequence, its parameters."""
         at = self._rows.get(row.seq_id)
         if row.new is not None:
             if at is None:
@@ -142,7 +148,7 @@ class DeviceRows:
         return at
 
     def _sampling(self, new: NewSequence) -> tuple[float | int, ...]:
-        """A record of PARAMS. A top_k over the vocabulary keeps all of it, as that size does."""
+        """A record of PARAMS. top_k is at most the size of the vocabulary."""
         p = new.params
         top_k = min(p.top_k or 0, self._vocab_size)
         return p.temperature or 0, p.top_p or 1, p.min_p or 0, top_k, p.seed or 0, new.branch
@@ -159,7 +165,7 @@ class DeviceRows:
         return self._free.pop()
 
     def _table_changes(self) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
-        """Places in the flat tables, and the blocks there, that the device lacks."""
+        """(positions in the flat tables, blocks at them) that are not on the device yet."""
         if not self._changed:
             return np.empty(0, np.int64), np.empty(0, np.int32)
         width = self._tables.shape[1]
@@ -176,7 +182,7 @@ class DeviceRows:
 
 
 class _Upload:
-    """Arrays that travel to the device together; each is named by the number that `add` gave it."""
+    """Arrays that are copied to the device together. `add` returns the index of an array."""
 
     def __init__(self) -> None:
         self.arrays: list[NDArray[np.generic]] = []
@@ -189,11 +195,10 @@ class _Upload:
 def packed(
     arrays: list[NDArray[np.generic]], *, pin: bool, copy: Callable[[torch.Tensor], torch.Tensor]
 ) -> list[torch.Tensor]:
-    """The arrays where `copy` takes them, in one copy of one buffer.
+    """The arrays after one `copy` of a buffer with all of them.
 
-    Each starts at a multiple of 16 bytes: a kernel is compiled once for such pointers and once for others.
-
-    pin: the buffer is page-locked, so that the copy runs while the host goes on; torch keeps it until it is done.
+    Each array starts at a multiple of 16 bytes, because a kernel is compiled separately for other pointers. pin: the
+    buffer is page-locked, so that the copy runs while the host continues. torch keeps the buffer until then.
     """
     starts = np.cumsum([0, *(a.nbytes + -a.nbytes % 16 for a in arrays)]).tolist()
     buffer = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=pin)
@@ -208,7 +213,7 @@ def packed(
 
 
 def _tokens(rows: list[Row]) -> NDArray[np.int64]:
-    """Token ids of the step, flat; PENDING for those that a step in flight has yet to sample."""
+    """Token ids of the step, flat. PENDING for tokens that a step in flight has not sampled yet."""
     if all(r.n == 1 for r in rows):
         return np.fromiter((r.tokens[0] if r.tokens else PENDING for r in rows), np.int64, len(rows))
     parts = [np.asarray(r.tokens or (PENDING,), dtype=np.int64) for r in rows]

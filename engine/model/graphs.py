@@ -1,8 +1,8 @@
-"""Decode steps as CUDA graphs: one launch by the host in place of some three hundred.
+"""Decode steps as CUDA graphs: the host launches one graph instead of about three hundred kernels.
 
-Owns a graph per batch bucket, the buffers that it reads and what is padding in them: a padded row has slot
--1, so nothing is written for it, and no work item, so nothing is attended to. A graph is captured when its
-bucket is first needed, in the engine's thread. How a graph is captured is a parameter: tests use a fake.
+Owns a graph per batch bucket, the buffers that it reads, and the padding in them. A padded row has slot -1, so nothing
+is written for it, and no work item, so it does not attend. A graph is captured in the engine's thread when its bucket
+is first needed. The function that captures is a parameter; tests use a fake.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 
 Body = Callable[[], Tensor]
 Capture = Callable[[Body], Callable[[], Tensor]]
-"""Records what a function of static buffers does; what it returns does that again, into the same result."""
+"""Records the kernels of a function over static buffers. Returns a function that runs them again, into the same
+result."""
 
 
 @dataclass(slots=True)
@@ -37,11 +38,11 @@ class _Graph:
     plan: StaticPlan
     replay: Callable[[], Tensor]
     used: int
-    """Rows of the last step: those beyond a smaller one must become padding again."""
+    """Rows of the last step. If the next step has fewer, the rest must become padding again."""
 
 
 class DecodeGraphs:
-    """Runs the steps of `model` in which every sequence decodes one token. tables: see StepInput."""
+    """Runs the steps of `model` in which every sequence decodes one token."""
 
     def __init__(
         self,
@@ -61,11 +62,13 @@ class DecodeGraphs:
         self._failed = False
 
     def forward(self, batch: StepInput) -> Tensor | None:
-        """Logits [L, vocab] as Decoder.forward; None if no graph fits the step, or none can be captured."""
+        """Logits [L, vocab] like Decoder.forward. None if no graph fits the step or can be captured."""
         n = len(batch.q_lens)
         if self._failed or n == 0 or n > self._buckets[-1] or max(batch.q_lens) > 1:
             return None
-        if self._tables is not batch.tables:  # the rows have grown: the graphs read freed memory
+        if (
+            self._tables is not batch.tables
+        ):  # there are more rows now, in new memory: the graphs would read freed memory
             self._graphs.clear()
             self._tables = batch.tables
         bucket = self._bucket(n)
@@ -74,7 +77,7 @@ class DecodeGraphs:
             start = time.perf_counter()
             try:
                 graph = self._graphs[bucket] = self._captured(bucket, batch)
-            except RuntimeError as e:  # out of memory, or a driver that cannot
+            except RuntimeError as e:  # out of memory, or the driver cannot capture
                 self._failed = True
                 self._graphs.clear()
                 _log.warning("decoding without CUDA graphs, which is slower: %.120s", e)
@@ -82,12 +85,11 @@ class DecodeGraphs:
             if graph is None:
                 return None
         self._fill(graph, batch, n)
-        # A copy: a row may draw several times, or not at all, and the next step writes over these.
+        # A copy, because the next step overwrites the result, and a row may draw several times or not at all.
         return graph.replay()[batch.logit_rows]
 
     def _bucket(self, rows: int) -> int:
-        """The least number of rows that a graph is made for and that holds that many; those beyond all of them
-        run without."""
+        """The smallest bucket for this number of rows; the largest bucket if there are more rows."""
         return self._buckets[min(bisect_left(self._buckets, rows), len(self._buckets) - 1)]
 
     def _captured(self, bucket: int, like: StepInput) -> _Graph:
@@ -125,18 +127,20 @@ class DecodeGraphs:
 
 
 def cuda_capture(device: torch.device) -> Capture:
-    """Captures into graphs that share one pool of memory, since only one of them runs at a time."""
+    """Captures graphs that share one pool of memory, since only one of them runs at a time."""
     pool = torch.cuda.graph_pool_handle()
 
     def capture(body: Body) -> Callable[[], Tensor]:
         stream = torch.cuda.Stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
-            for _ in range(2):  # compiles kernels and lets cuBLAS choose, neither of which may be captured
+            for _ in range(
+                2
+            ):  # kernels are compiled and cuBLAS chooses algorithms, which must not be captured
                 body()
         torch.cuda.current_stream(device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        # Other threads (NVML, the dashboard) may call CUDA meanwhile: only this one is watched.
+        # Other threads (NVML, the dashboard) may call CUDA during the capture: only this thread is checked.
         with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
             out = body()
 

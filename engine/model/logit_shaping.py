@@ -1,10 +1,10 @@
-"""Shaping: what a request asks to be done to its logits before a token is drawn.
+"""Shaping: changes the logits of a request as its parameters say, before a token is drawn.
 
-Owns the order, which is that of transformers' processors: bias, repetition, then presence and frequency (as
-OpenAI defines them, over the output alone), bad words, least length; temperature and the filters come after,
-in the sampler. Rows are changed in place, so every sampler (torch, C, a kernel) sees the same logits. A
-token that must not come gets BANNED, which is finite: a row with an infinity counts as gone bad. Keeps the
-tokens of the sequences that it shapes. Also reads the model's own log probabilities before anything is changed.
+Owns the order, which is that of transformers' processors: bias, repetition, then presence and frequency (as OpenAI
+defines them, over the output alone), bad words, minimum length. Temperature and filters come later, in the sampler.
+Rows are changed in place, so every sampler (torch, C, a kernel) gets the same logits. A banned token gets BANNED, which
+is finite, because a row with an infinity counts as bad. Also owns the tokens of the sequences that it shapes, and reads
+the log probabilities of the model before anything is changed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from engine.params import SamplingParams
 from engine.step.runner import Logprob, NewSequence, Plan, Row
 
 BANNED = -1e30
-"""Probability 0 at any temperature, and no sum over a vocabulary overflows."""
+"""Gives probability 0 at any temperature. No sum over a vocabulary overflows."""
 
 NOTHING_LEFT = (
     "bad_words, logit_bias and min_tokens ban every token of the vocabulary, so none can be drawn: ban fewer"
@@ -31,8 +31,11 @@ NOTHING_LEFT = (
 
 @dataclass(slots=True)
 class _Marks:
-    """What one sequence's shaping needs on the device: how often each token occurs in its output [vocab], whether it
-    occurs in prompt or output [vocab] (both empty without a penalty), and its constant ids."""
+    """What shaping of one sequence needs on the device.
+
+    counted: tokens that are counted so far. counts: how often each token occurs in the output [vocab]. seen: whether it
+    occurs in prompt or output [vocab]. Both are empty without a penalty. The rest are constant ids.
+    """
 
     counted: int
     counts: Tensor
@@ -44,7 +47,7 @@ class _Marks:
 
 @dataclass(slots=True)
 class _Asked:
-    """A sequence whose logits are shaped, or whose log probabilities are wanted. tokens: all that were scheduled."""
+    """A sequence whose logits are shaped, or whose log probabilities are wanted. tokens: all scheduled tokens."""
 
     new: NewSequence
     logprobs: int | None
@@ -54,13 +57,13 @@ class _Asked:
 
 
 class Shaper:
-    """What the requests of the running sequences ask. Call `take` once a step, before anything else."""
+    """Shapes the logits of all running sequences. Call `take` first in each step."""
 
     def __init__(self) -> None:
         self._asked: dict[int, _Asked] = {}
 
     def take(self, plan: Plan) -> dict[int, str]:
-        """Learn of new sequences and tokens, forget retired ones. Returns row -> what is wrong with its request."""
+        """Add new sequences and tokens, and drop retired sequences. Returns row -> what is wrong with its request."""
         wrong: dict[int, str] = {}
         for seq_id in plan.retired:
             self._asked.pop(seq_id, None)
@@ -83,13 +86,15 @@ class Shaper:
             self._asked[seq_id] = _Asked(new, None if k is None else index(k), new.tokens[:], ends)
 
     def logprobs(self, row: Row) -> int | None:
-        """Likeliest tokens to return with each token of the row; None: nothing is wanted."""
+        """Number of likeliest tokens to return with each token of the row. None: no log probabilities."""
         asked = self._asked.get(row.seq_id)
         return row.top or (asked.logprobs if asked else None)
 
     def apply(self, logits: Tensor, rows: Sequence[Row]) -> dict[int, str]:
-        """Shapes, in place, the rows of logits [L, vocab] whose requests ask for it. Returns for rows of which
-        no token can be drawn why."""
+        """Shapes rows of the logits [L, vocab] in place, if their requests ask for it.
+
+        Returns row -> why no token can be drawn.
+        """
         wrong: dict[int, str] = {}
         for i, row in enumerate(rows if self._asked else ()):
             asked = self._asked.get(row.seq_id)
@@ -150,7 +155,7 @@ class Shaper:
 
 
 def _banned(params: SamplingParams, tokens: Sequence[int], known: int) -> list[int]:
-    """Tokens that would complete a bad word after the first `known` of `tokens`."""
+    """Tokens that would complete a bad word after the first `known` tokens."""
     out = []
     for *before, last in params.bad_word_ids:
         n = len(before)
@@ -160,13 +165,15 @@ def _banned(params: SamplingParams, tokens: Sequence[int], known: int) -> list[i
 
 
 class Logprobs:
-    """The model's own log probabilities of the rows that ask, read before the logits are shaped."""
+    """The log probabilities of the model for the rows that ask, read before the logits are shaped."""
 
     def __init__(self, logits: Tensor, wanted: Iterable[int | None]) -> None:
-        """wanted: for each row of logits [L, vocab] how many likeliest tokens; None: nothing of it."""
+        """wanted: number of likeliest tokens for each row of the logits [L, vocab]; None: the row does not ask."""
         self._asked = {i: k for i, k in enumerate(wanted) if k is not None}
         if self._asked:
-            wide = torch.stack([logits[i] for i in self._asked])  # a list of indices would have to get there
+            wide = torch.stack(
+                [logits[i] for i in self._asked]
+            )  # indexing with a list would copy the list to the device
             self._all = (wide if wide.dtype == torch.float64 else wide.float()).log_softmax(-1)
 
     def __bool__(self) -> bool:
@@ -174,8 +181,8 @@ class Logprobs:
         return bool(self._asked)
 
     def look_up(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """ids [L]: the token drawn in each row. Of the A rows that asked: log probabilities [A, 1 + k] of that
-        token and of the k likeliest, and the ids of those [A, k]; on the device; the host does not wait for them."""
+        """Returns, on the device, for the A rows that ask: log probabilities [A, 1 + k] of the drawn token and of the k
+        likeliest tokens, and the ids [A, k] of these. ids [L]: the token drawn in each row."""
         drawn = torch.stack([ids[i] for i in self._asked]).long().clamp(min=0)
         most = max(self._asked.values())
         top, top_ids = self._all.topk(min(most, self._all.shape[1]))
@@ -184,7 +191,7 @@ class Logprobs:
         return torch.cat((own, top), 1), top_ids
 
     def of(self, values: list[list[float]], top_ids: list[list[int]]) -> dict[int, Logprob]:
-        """What look_up gave, on the host, by row."""
+        """The results of `look_up` on the host, by row."""
         return {
             i: Logprob(own, ids[:k], top[:k])
             for (i, k), (own, *top), ids in zip(self._asked.items(), values, top_ids, strict=True)
@@ -192,7 +199,7 @@ class Logprobs:
 
 
 def _there(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The values on the device, without waiting for what is queued there."""
+    """The values on the device. Does not wait for queued work."""
     host = torch.tensor(values, dtype=dtype)
     if device.type == "cuda" and len(values):
         host = host.pin_memory()

@@ -1,7 +1,7 @@
 """TorchRunner: the ModelRunner that computes with torch.
 
-Owns the model, the KV cache, the persistent rows and the choice of device, dtype and ops; lives in the
-engine thread. A step is copies, forward, sampling, in this order and never split.
+Owns the model, the KV cache, the persistent rows and the choice of device, dtype and ops. Runs in the engine thread.
+Invariant: a step is copies, forward and sampling, in this order, and is never split.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def build(config: EngineConfig, progress: Progress, files: ModelFiles | None = N
 
 
 def _is_foreign(files: ModelFiles) -> bool:
-    """Whether the model is one for transformers. Raises SetupError for a config that is wrong in itself."""
+    """Whether the model needs transformers. Raises SetupError for a wrong config."""
     if files.kind == "gguf":
         return False
     try:
@@ -88,7 +88,7 @@ def _is_foreign(files: ModelFiles) -> bool:
 
 
 def choose(config: EngineConfig) -> tuple[torch.device, torch.dtype]:
-    """The device and dtype that `config` means. Raises SetupError for a GPU that torch doesn't see."""
+    """The device and dtype for `config`. Raises SetupError for a GPU that torch does not find."""
     cuda = torch.cuda.is_available()
     if config.device == "cuda" and not cuda:
         raise SetupError("--device cuda: torch sees no CUDA GPU; use --device cpu or install torch with CUDA")
@@ -97,11 +97,11 @@ def choose(config: EngineConfig) -> tuple[torch.device, torch.dtype]:
 
 
 _LEAST_TOKENS = 2048
-"""What the cache of a GPU must hold at least, where no --max-model-len says it."""
+"""The least tokens that must fit in the cache of a GPU, if there is no --max-model-len."""
 
 
 class TorchRunner:
-    """See engine.runner.ModelRunner. Build one with `build` or `from_weights`."""
+    """See engine.step.runner.ModelRunner. `build` and `from_weights` make one."""
 
     def __init__(self, model: Model, cache_size: CacheSize, max_model_len: int, config: EngineConfig) -> None:
         ops, short = model.ops, ""
@@ -118,7 +118,7 @@ class TorchRunner:
         self.model = model
         self.config = config
         self.cache_size = cache_size
-        """str() of it is the sum: layers x kv heads x head dim x 2 x bytes."""
+        """str(cache_size) shows the calculation: layers x kv heads x head dim x 2 x bytes."""
         self.num_blocks = cache_size.num_blocks
         self.block_size = cache_size.block_size
         self.bytes_per_block = cache_size.bytes_per_block
@@ -139,7 +139,7 @@ class TorchRunner:
         self._shaper = Shaper()
         asked = config.async_scheduling
         self.ahead = int(self.device == "cuda" if asked is None else asked)
-        """See engine.runner.AsyncRunner. On a CPU the host is the device: nothing is won."""
+        """See engine.step.runner.AsyncRunner. 0 on a CPU by default: the host is the device, so nothing is gained."""
         self._events: list[Event] = []
         """Events for the output of the next step that is collected."""
         self._profiler: Profiler | None = None
@@ -199,12 +199,12 @@ class TorchRunner:
     # ---------------------------------------------------------------------------------- the steps
 
     def execute(self, plan: Plan) -> StepOutput:
-        """One step. Raises what torch raises; then the step counts as not executed."""
+        """Run one step. Raises what torch raises; the step then counts as not executed."""
         return self.collect(self.launch(plan))
 
     @torch.inference_mode()
     def launch(self, plan: Plan) -> _Ticket:
-        """Everything of a step that the host has to do before its tokens are known; on a GPU it only queues."""
+        """Do everything for a step that needs no sampled tokens. On a GPU the work is only queued."""
         t0 = time.perf_counter()
         batch, sampled = self._rows.apply(plan)
         errors = self._shaper.take(plan)
@@ -212,7 +212,7 @@ class TorchRunner:
             self.model.ops.copy_blocks(self.cache, plan.copies)
         if not plan.rows:
             return _Ticket(plan, time.perf_counter() - t0)
-        # Before the clocks start: on a GPU it makes the device wait.
+        # before the clocks start, because on a GPU it makes the device wait
         profiler = self._profiler if self._profiler is not None and self._profiler.begin(batch) else None
         t1 = time.perf_counter()
         clock = _GpuClock() if self.device == "cuda" else None
@@ -241,7 +241,7 @@ class TorchRunner:
 
     @torch.inference_mode()
     def collect(self, ticket: _Ticket) -> StepOutput:
-        """Waits for the tokens of a step."""
+        """Wait for the tokens of a step."""
         t0 = time.perf_counter()
         rows = ticket.plan.rows
         ids, bad = ticket.drawn.read() if ticket.drawn else ([], [])
@@ -275,7 +275,7 @@ class TorchRunner:
 
     @torch.inference_mode()
     def audit(self, token_ids: SequenceOf[int], blocks: list[int]) -> Recomputed:
-        """Into a cache of its own, just large enough, in chunks of 512 tokens."""
+        """Computes in chunks of 512 tokens, in a separate cache that is just large enough."""
         ops, size = self.model.ops, self.block_size
         scratch = allocate(replace(self.cache_size, num_blocks=len(blocks) + 1), ops.device, ops.dtype)
         rows = DeviceRows(1, len(blocks) + 1, size, ops.device)
@@ -290,27 +290,27 @@ class TorchRunner:
         )
 
     def _forward(self, batch: StepInput) -> torch.Tensor:
-        """Logits of a step: by a graph where it decodes only and one fits."""
+        """Logits of a step. A step that only decodes runs as a graph, if one fits."""
         logits = self._graphs.forward(batch) if self._graphs else None
         if logits is not None:
             return logits
         try:
             return self.model.forward(batch, self.cache)
         except torch.OutOfMemoryError:
-            # What is free may lie in pieces that torch keeps. A forward writes the same KV again if it runs again.
+            # Free memory may be in pieces that torch keeps. A second forward writes the same KV again.
             if self.device != "cuda":
                 raise
             torch.cuda.empty_cache()
             return self.model.forward(batch, self.cache)
 
     def step_budget(self, max_num_batched_tokens: int, context: int) -> int:
-        """Tokens for a step with this longest context; on a CPU at most what takes half a second."""
+        """Tokens for a step with this longest context. On a CPU at most as many as take half a second."""
         if self._cost is None:
             return max_num_batched_tokens
         return min(max_num_batched_tokens, self._cost.tokens_within(context))
 
     def warm_up(self) -> None:
-        """Two forwards over blocks that no sequence owns yet: compiles, pages in, measures the step cost."""
+        """Two forwards over unused blocks: compiles kernels, loads pages and measures the cost of a step."""
         n = min(64, self.max_model_len, self.cache_size.usable_tokens)
         row = _own_row([0] * n, range(1, -(-n // self.block_size) + 1), draws=(0,))
         for _ in range(2):
@@ -329,7 +329,7 @@ def check_longest(config: EngineConfig, longest: int) -> None:
 
 
 def clamp_model_len(asked: int | None, longest: int, cache: CacheSize) -> int:
-    """The longest sequence. Raises SetupError if it was given and the pool cannot hold it."""
+    """The length of the longest sequence. Raises SetupError if it was given and does not fit in the pool."""
     fits = cache.usable_tokens
     if asked is None:
         return min(longest, fits)
@@ -342,7 +342,7 @@ def clamp_model_len(asked: int | None, longest: int, cache: CacheSize) -> int:
 
 
 def _profile_gpu(model: Model, config: EngineConfig) -> int:
-    """Bytes left for KV after weights and the activations of the largest step."""
+    """Bytes for KV besides the weights and the activations of the largest step."""
     device = model.ops.device
     tokens = config.max_num_batched_tokens or 2048
     tokens = min(tokens, model.config.max_position_embeddings)
@@ -371,7 +371,7 @@ def _profile_gpu(model: Model, config: EngineConfig) -> int:
 def _own_row(
     token_ids: SequenceOf[int], table: SequenceOf[int], start: int = 0, draws: tuple[int, ...] = ()
 ) -> Row:
-    """A row of the runner's own, which belongs to no request: sequence -1, greedy."""
+    """A row that belongs to no request: sequence -1, greedy."""
     new = NewSequence(SamplingParams(temperature=0.0), 0, len(token_ids), frozenset(), array("i"))
     tokens = array("i", token_ids)
     return Row(-1, start, len(tokens), tokens, draws, table=list(table), new=new)
@@ -379,8 +379,10 @@ def _own_row(
 
 @dataclass(slots=True)
 class _Ticket:
-    """A launched step. Times in seconds; t_sample: until it was queued. drawn is None where nothing samples;
-    likely: what `logprobs` looked up, if a row asks; errors: row -> why its request gets no token."""
+    """A launched step. Times in seconds; t_sample: until sampling was queued.
+
+    drawn: None if no row samples. likely: the results of `logprobs`, if a row asks. errors: row -> why it has no token.
+    """
 
     plan: Plan
     t_prepare: float
@@ -395,8 +397,8 @@ class _Ticket:
 
 
 class _ToHost:
-    """A matrix on its way to the host: the copy is queued behind what makes it, and `read` waits for it
-    alone, not for what is queued later."""
+    """A matrix that is copied to the host. The copy is queued after the work that makes the matrix. `read` waits for
+    the copy, and not for later work."""
 
     def __init__(self, there: torch.Tensor) -> None:
         self._done: torch.cuda.Event | None = None
@@ -415,8 +417,8 @@ class _ToHost:
 
 
 class _GpuClock:
-    """Time of the current stream from construction to stop, in seconds. Nothing waits for it: `read` once
-    something later in the stream is known to be done, or it waits."""
+    """Seconds on the current stream from the constructor to `stop`. `read` waits, unless later work in the stream is
+    already done."""
 
     def __init__(self) -> None:
         self._start, self._end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

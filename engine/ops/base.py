@@ -93,7 +93,7 @@ class StepInput:
     tables int32 [rows, max_blocks] (persistent); rows int32 [S], each sequence's row in `tables`;
     q_starts int32 [S + 1]; kv_lens int32 [S], tokens to attend to including this step's;
     logit_rows int64 [L], the token rows whose logits are needed. q_lens and kv_lens_host are the
-    same lengths on the host. work and note: see Beside; empty if the back end was not asked.
+    same lengths on the host. work and note: see Extras; empty if the back end was not asked.
     """
 
     token_ids: Tensor
@@ -111,7 +111,7 @@ class StepInput:
 
 
 @dataclass(slots=True)
-class Beside:
+class Extras:
     """What a back end needs on the device in addition to a step's tokens, sent in the same copy. sampling: what
     `draw` reads (it comes back as SampleRows.sent). work: what `plan` reads. note: what the host keeps of it."""
 
@@ -181,9 +181,9 @@ class Ops(ABC):
 
     # ------------------------------------------------------------------------------ once a step
 
-    def beside(self, q_lens: list[int], kv_lens: list[int], rows: SampleRows) -> Beside:
+    def extras(self, q_lens: list[int], kv_lens: list[int], rows: SampleRows) -> Extras:
         """What a step with these lengths and draws needs on the device in addition to its tokens."""
-        return Beside()
+        return Extras()
 
     def plan(self, batch: StepInput, rope: RopeTable) -> StepPlan:
         """Prepares what all layers of this step share."""

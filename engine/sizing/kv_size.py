@@ -250,10 +250,10 @@ class Plan:
             raise SetupError(f"--weights {weights:.20}: {', '.join(BITS)}, or a size like 39.8GB")
         elif weights is not None and counted is not None:
             size = -(-counted.total * BITS[weights] // 8)
-        told: dict[str, Any] = {"format": weights, "bytes": size}
+        reported: dict[str, Any] = {"format": weights, "bytes": size}
         if counted is not None:
-            told |= {"parameters": counted.total, "active_parameters": counted.active}
-        out["weights"] = {k: v for k, v in told.items() if v is not None}
+            reported |= {"parameters": counted.total, "active_parameters": counted.active}
+        out["weights"] = {k: v for k, v in reported.items() if v is not None}
         out["memory"] = {"bytes": self.memory, "overhead_bytes": self.overhead}
         if size is None:
             notes.append(

@@ -201,7 +201,7 @@ class Commit:
 
 @contextmanager
 def _alone(request: Request) -> Iterator[None]:
-    """Whatever raises inside ends this request, and no other."""
+    """An error inside ends this request alone."""
     try:
         yield
     except Exception as error:

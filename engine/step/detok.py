@@ -1,8 +1,8 @@
-"""Detokenizer: what of a branch's output may be shown, token by token. Pieces: the bytes of each token, once.
+"""Detokenizer: the visible text of a branch, token by token. Pieces: the bytes of each token, once.
 
-A Detokenizer owns the bytes that are not yet a whole character and the text that may still become a stop string;
-it shows neither. It joins the tokens' raw bytes instead of decoding all ids again, so every token costs O(its own
-length) and text never changes once shown.
+A Detokenizer owns the bytes that are not yet a whole character and the text that may still become a stop string. It
+shows neither. Invariants: visible text never changes, and a token costs O(its own length), because raw bytes are joined
+and older ids are not decoded again.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Ending: how a request leaves the engine, for whatever reason.
+"""Ending: the end of a request, for any reason.
 
-Owns RequestFinished with its usage and its instants. Invariant: a request ends once, with everything it held
-released before the event; what the callback raises is reported and stops nobody else.
+Owns RequestFinished with its usage and its instants. Invariants: a request ends once, and everything that it held is
+released before the event. An error in the callback is reported and affects no other request.
 """
 
 from __future__ import annotations

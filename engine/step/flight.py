@@ -1,9 +1,8 @@
 """Flight: one step, from its planning to its commit, as a single value.
 
-Owns everything that is known of a step and not yet settled: the plan that the runner gets, whose rows still count,
-what was copied, published and touched for it. EngineCore holds the only `Flights` and passes it to scheduler and
-paging, so that what a sequence has in flight is never written down a second time. Invariant: a row counts exactly
-as long as its sequence is in `live`.
+Owns everything about a step that is not committed: the plan for the runner, the rows that still count, and what was
+copied, published and touched for it. EngineCore has the only `Flights` and passes it to scheduler and paging, so what a
+sequence has in flight is stored only once. Invariant: a row counts exactly as long as its sequence is in `live`.
 """
 
 from __future__ import annotations

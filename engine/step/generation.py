@@ -1,8 +1,8 @@
 """Generation: what sampled tokens make of sequences: text, ends, new branches, the moves of a beam search.
 
 Owns the stop checks and the one way in which a branch is born. Runs at the commit of a step, after its rows were
-executed and before the events that report them; emits SequenceForked. Invariant: whatever raises while a token
-becomes text leaves that token out and ends its request alone.
+executed and before the events that report them; emits SequenceForked. Invariant: if an error occurs while a token
+becomes text, that token is left out and only its request ends.
 """
 
 from __future__ import annotations

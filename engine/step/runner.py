@@ -1,4 +1,4 @@
-"""ModelRunner: the seam between the scheduler's plan and whatever computes it.
+"""ModelRunner: the interface between the plan of a step and the code that computes it.
 
 Owns the Plan and StepOutput types and the protocol. A Plan is data: it can be pickled and sent to another process,
 and a runner keeps what it must remember of a sequence under the sequence's id. Implementations: TorchRunner
@@ -21,8 +21,10 @@ from engine.params import SamplingParams
 
 
 class NewSequence(NamedTuple):
-    """What a runner must know of a sequence that it has no row of. tokens: all that are known, where the request's
-    logits are shaped by them, else empty; later ones come with the rows."""
+    """What a runner needs to know about a new sequence.
+
+    tokens: all known tokens if they shape the logits of the request, else empty. Later tokens come with the rows.
+    """
 
     params: SamplingParams
     branch: int
@@ -45,24 +47,27 @@ class Row(msgspec.Struct, eq=False, gc=False):
     drafts: int = 0
     """How many of the last tokens are drafts, which are not part of the sequence yet."""
     top: int = 0
-    """Over 0 for a beam: nothing is drawn, the log probabilities of that many likeliest tokens are returned."""
+    """For a beam: how many likeliest tokens to return with their log probabilities; nothing is drawn. Else 0."""
     table_from: int = 0
     table: Sequence[int] = ()
-    """The block table from index `table_from` on, as far as the runner does not know it. What comes before has
-    not changed."""
+    """The part of the block table from index `table_from` on that the runner does not know. The part before it has not
+    changed."""
     new: NewSequence | None = None
-    """Given at first sight, with the whole table. It replaces what the runner may still hold under this id."""
+    """Given with the first row of the sequence and the whole table. It replaces older data under this id."""
 
     @property
     def parts(self) -> bool:
-        """The samples become branches of their own."""
+        """Each sample begins a branch."""
         return len(self.draws) > 1 and not self.drafts
 
 
 @dataclass(slots=True)
 class Plan:
-    """A step as data. `copies` run in order before any write, a new launch wherever a block id
-    repeats; `retired` are sequences whose rows the runner may reuse; they come before the rows."""
+    """A step as data.
+
+    copies: run in order before any write; a block id that occurs again needs a new launch. retired: sequences whose
+    rows the runner may reuse; they are handled before the rows.
+    """
 
     step: int
     rows: list[Row] = field(default_factory=list)
@@ -80,10 +85,12 @@ class Logprob(NamedTuple):
 
 @dataclass(slots=True)
 class StepOutput:
-    """token_ids: per row one for each of its draws, empty where nothing was sampled. bad_rows: rows whose
-    logits were not finite (their token_ids are empty). errors: row -> why nothing could be sampled for it, though
-    its KV is sound (its token_ids are empty). logprobs: row -> one for each of its token_ids, where the request
-    asks; of a beam the one that was asked for, with a token that does not count. Times in seconds."""
+    """The result of a step. Times in seconds.
+
+    token_ids: for each row, one token per draw. bad_rows: rows whose logits were not finite. errors: row -> why nothing
+    could be sampled, although its KV is right. The token_ids of rows in bad_rows and errors are empty. logprobs: row ->
+    one for each of its token_ids, if the request asks; for a beam, one whose sampled token does not count.
+    """
 
     token_ids: list[list[int]]
     bad_rows: list[int] = field(default_factory=list)
@@ -96,19 +103,19 @@ class StepOutput:
     events: list[Event] = field(default_factory=list)
     """The runner's own events, none of the pool's."""
     slowed: bool = False
-    """It was measured in a way that took time of its own, which belongs to no request's latency."""
+    """Measuring it made it slower, so its time counts in no latency."""
 
 
 class Recomputed(NamedTuple):
-    """errors: of each block, the largest distance of a token's K or V in any head and layer, relative to its
-    length; tolerance: what this dtype and these ops may differ by."""
+    """errors: for each block, the largest relative distance of a token's K or V in any head and layer. tolerance: the
+    largest distance that this dtype and these ops allow."""
 
     errors: list[float]
     tolerance: float
 
 
 class ModelRunner(Protocol):
-    """What EngineCore needs of a runner. `execute` may raise: then the step counts as not executed."""
+    """What EngineCore needs. If `execute` raises, the step counts as not executed."""
 
     num_blocks: int
     block_size: int
@@ -125,31 +132,33 @@ class ModelRunner(Protocol):
         ...
 
     def audit(self, token_ids: Sequence[int], blocks: list[int]) -> Recomputed:
-        """Computes these tokens outside the cache and compares with what `blocks` hold of them. May raise,
-        for lack of memory for example. A runner without KV compares nothing: no errors."""
+        """Computes these tokens outside the cache and compares the result with `blocks`. May raise, for example if
+        there is too little memory. A runner without KV compares nothing and returns no errors."""
         ...
 
     def step_budget(self, max_num_batched_tokens: int, context: int) -> int:
-        """Tokens a step may take with this longest context, at most max_num_batched_tokens (a CPU
-        shrinks it so that a step stays under half a second)."""
+        """Tokens that a step may compute with this longest context, at most max_num_batched_tokens. On a CPU there are
+        fewer, so that a step takes less than half a second."""
         ...
 
 
 @runtime_checkable
 class AsyncRunner(Protocol):
-    """A ModelRunner that computes while the host goes on. Steps are computed in the order of their launches, each
-    wholly before the next, including copies and KV writes: a block that changes hands is written by its new
-    holder later. A row whose token is not sampled yet on the host (`Row.tokens` lacks it) takes the one that
-    its sequence drew in the step before."""
+    """A ModelRunner that computes while the host continues.
+
+    Steps are computed in the order of their launches, each completely before the next, including copies and KV writes.
+    So if a block gets a new owner, the new owner writes it later. A row whose last token is missing in `Row.tokens`
+    takes the token that its sequence drew in the step before.
+    """
 
     ahead: int
     """Steps that may be launched while one is in flight: 0 or 1."""
 
     def launch(self, plan: Plan) -> Any:
-        """Takes over all that the step needs from the host. May raise: then it is not executed. What it
-        returns goes to collect() once, in the same order."""
+        """Takes over everything that the step needs from the host. If it raises, the step is not executed. Its result
+        is passed to collect() once, in the same order."""
         ...
 
     def collect(self, ticket: Any) -> StepOutput:
-        """Waits for the step. May raise: then the step counts as not executed."""
+        """Waits for the step. If it raises, the step counts as not executed."""
         ...

@@ -1,14 +1,14 @@
 """Scheduler: which sequence computes how many tokens in the next step. Policy only.
 
-Owns the waiting and running queues and the token budget: decodes first (one token each), then chunks
-of running prefills, then admissions in the policy's order: by arrival, or by (priority, arrival). When
-the pool runs dry the last running request in that order is preempted by recompute, never the first for
-another, so something always finishes; nothing is admitted in a step that preempted. Emits the request
-events of admission and preemption.
+Owns the waiting and running queues and the token budget. Decodes come first (one token each), then chunks of running
+prefills, then admissions in the order of the policy: by arrival, or by (priority, arrival). If the pool has too few
+blocks, the last running request in that order is preempted and computed again later. The first one is never preempted,
+so some request always finishes. A step that has preempted a request admits none. Emits the events of admission and
+preemption.
 
-A step may be planned ahead: before the tokens of the one in flight are known, if no sequence needs to know its
-own token before it goes on. Nobody is preempted then: that waits until nothing is in flight. The steps in flight
-are core's `Flights`; the one that is being planned is the last of them.
+A step may be planned ahead, before the tokens of the step in flight are known, if no sequence needs its own token to
+continue. Such a step preempts no request; that waits until nothing is in flight. The steps in flight are core's
+`Flights`, and the one that is being planned is the last of them.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ class Scheduler:
         self._lookup = PromptLookup(config.speculate, max_model_len) if config.speculate else None
         self._max_model_len = max_model_len
         self.looks_again = True
-        """A running prefill asks the cache at each chunk for what others have computed meanwhile."""
+        """A running prefill looks up the cache again at each chunk, for blocks that others have computed since."""
         self._short = False
-        """A step planned ahead met an empty pool: the next one waits until nothing is in flight."""
+        """A step planned ahead found too few blocks. The next step is planned when nothing is in flight."""
         self._preempted_now = False
-        """The step that is being planned has preempted somebody: it admits nobody."""
+        """The step that is being planned has preempted a request, so it admits none."""
         self._blocked: tuple[int, str] | None = None
         self._retired: list[int] = []
 
@@ -179,7 +179,7 @@ class Scheduler:
             self.paging.take_more(seq, more, flight)
         drafts: tuple[int, ...] = ()
         if self._lookup is not None and n == 1 and decoding and start + 1 == tokens:
-            # Drafts take nothing that the other decodes need, and nobody is preempted for them.
+            # Drafts take nothing that the other decodes need, and no request is preempted for them.
             drafts = self._lookup.drafts(seq, flight.left - 1 - decodes_left)
         if drafts and self.paging.grow(seq, start, start + 1 + len(drafts), flight):
             self._add_row(flight, seq, start, 1 + len(drafts), True, drafts)
@@ -228,8 +228,8 @@ class Scheduler:
         if n == 0:
             self._block(request, len(seq) - cached, flight.left, "max_num_batched_tokens")
             return False
-        # The whole sequence must fit, not only its first chunk, into what the running prompts leave
-        # over: two that start and then cannot both go on would compute everything twice.
+        # The whole sequence must fit into the blocks that running prompts will not take, not only its first chunk. If
+        # two prompts started that cannot both continue, one of them would be computed twice.
         need = self.paging.blocks_to_admit(seq, hits, len(seq)) + self._sibling_blocks(request)
         free = self.paging.pool.num_available - promised
         reserve = self._reserve if self.running else 0

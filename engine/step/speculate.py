@@ -1,8 +1,8 @@
-"""Speculation by prompt lookup: tokens that probably come next, read off what the sequence said before.
+"""Speculation by prompt lookup: drafts of the next tokens, copied from an earlier place in the sequence.
 
-Owns the proposals alone. A forward computes them behind the newest token and samples after each of them; the
-core keeps those that the samples agree with, so the output is, token for token, what it would be without.
-No draft ever passes max_tokens or the context, and a request whose logits are shaped gets none.
+Owns the proposals alone. A forward computes the drafts after the newest token and samples after each of them. The core
+keeps the drafts that agree with the samples, so the output is that without drafts. Invariants: drafts never exceed
+max_tokens or the context; a request whose logits are shaped gets none.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from array import array
 from engine.step.sequence import Sequence
 
 LONGEST, SHORTEST = 4, 2
-"""Tokens of the tail that is looked for; a longer one is the better witness and is tried first."""
+"""Tokens of the end of the sequence that is searched for. A longer match is more reliable and is tried first."""
 
 
 def propose(tokens: array[int], most: int) -> tuple[int, ...]:

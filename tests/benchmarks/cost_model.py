@@ -87,12 +87,12 @@ class Figure:
     @property
     def what(self) -> str:
         """For the table."""
-        told = {
+        reported = {
             "token": f"ms a token, {self.batch} at once",
             "first": f"ms to the first token of {self.before:,}",
             "rate": f"tok/s, {self.before:,} in, {self.after:,} out",
         }
-        return f"{self.model} {self.weights} on {self.machine}: {told[self.kind]}"
+        return f"{self.model} {self.weights} on {self.machine}: {reported[self.kind]}"
 
     def predicted(self) -> float:
         """The prediction in the published unit."""

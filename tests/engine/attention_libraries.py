@@ -1,7 +1,7 @@
 """Stand-ins for flash_attn, flash_attn_interface and flashinfer: their documented signatures and demands, over torch.
 
 Each refuses what the real one refuses (dtypes of indices, sizes of pages, strides, plans before runs, buffers of a
-graph), and computes in float32 what its documentation says, so that a layout, an index or a mask that is told
+graph), and computes in float32 what its documentation says, so that a layout, an index or a mask that is reported
 wrongly comes out wrong.
 """
 

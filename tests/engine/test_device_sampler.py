@@ -1,4 +1,4 @@
-"""DeviceSampler: real figures of this process, NVML through a stand-in, None for what is not told."""
+"""DeviceSampler: real figures of this process, NVML through a stand-in, None for what is not reported."""
 
 from __future__ import annotations
 

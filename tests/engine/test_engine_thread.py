@@ -603,9 +603,9 @@ def test_a_failing_build_raises_in_wait_ready_and_the_stream_still_ends(
 
     one = live(build=build, start=False)
     one.engine.start()
-    with pytest.raises(SetupError) as told:
+    with pytest.raises(SetupError) as reported:
         one.engine.wait_ready(10)
-    assert str(told.value) == words == str(one.engine.failure) and not one.engine.is_ready
+    assert str(reported.value) == words == str(one.engine.failure) and not one.engine.is_ready
     assert one.until(ev.EngineStopped).reason in ("the start failed", "failed")
     kinds = [type(e).__name__ for e in one.events]
     assert kinds == ["ModelLoading", "EngineError", "EngineStopped"]

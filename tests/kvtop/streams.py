@@ -236,12 +236,12 @@ def _with_more(batches: list[ev.StepBatch]) -> list[ev.StepBatch]:
                 ]
                 rows = [(i, token) for i, token in rows if sequences[i] in asking]
                 if rows:
-                    told = _logprobs(rows)
-                    new = sorted(set(LIKELY).intersection(chain.from_iterable(told.top_ids)) - explained)
+                    reported = _logprobs(rows)
+                    new = sorted(set(LIKELY).intersection(chain.from_iterable(reported.top_ids)) - explained)
                     explained.update(new)
                     if new:
                         events.append(ev.TokenPieces(new, [b"x"] * len(new)))
-                    events.append(told)
+                    events.append(reported)
             elif isinstance(e, ev.StepCompleted) and batch.step % 20 == 1:
                 events.append(ev.DeviceSample(50.0, 2**30, 2**34, 300.0, 60.0, 1e12))
                 events.append(

@@ -185,12 +185,12 @@ def main() -> None:
     theirs = pool_figures()
     ours |= bench_core.paging_figures()
     theirs |= manager_figures(events=False)
-    told = manager_figures(events=True)
+    reported = manager_figures(events=True)
     for n in RUNNING:
         for figures, measured in (
             (ours, bench_core.step_figures(n)),
             (theirs, step_figures(n, events=False)),
-            (told, step_figures(n, events=True)),
+            (reported, step_figures(n, events=True)),
         ):
             figures[f"schedule, {n} decoding"], figures[f"commit, {n} decoding"] = measured
     gc.unfreeze()
@@ -202,9 +202,9 @@ def main() -> None:
         row |= {"ratio": round(theirs[work] / mine, 2), "target": 1.0}
         scale, unit = (1e3, "ms") if mine >= 0.5e-3 else (1e6, "us")
         line = f"{work:46}{mine * scale:8.2f} {unit}{theirs[work] * scale:12.2f} {unit}{row['ratio']:8.2f}"
-        if work in told:
-            row |= {"with_events": told[work], "ratio_with_events": round(told[work] / mine, 2)}
-            line += f"{told[work] * scale:12.2f} {unit}{row['ratio_with_events']:8.2f}"
+        if work in reported:
+            row |= {"with_events": reported[work], "ratio_with_events": round(reported[work] / mine, 2)}
+            line += f"{reported[work] * scale:12.2f} {unit}{row['ratio_with_events']:8.2f}"
         print(line)
         rows.append(row)
     RESULTS.parent.mkdir(parents=True, exist_ok=True)

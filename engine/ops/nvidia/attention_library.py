@@ -12,7 +12,7 @@ import torch
 
 from engine.errors import SetupError
 from engine.files.model_config import ModelConfig
-from engine.ops.base import Beside
+from engine.ops.base import Extras
 from engine.ops.nvidia.triton import TritonOps, packed_params
 from engine.ops.sampler import SampleRows
 from engine.ops.weights import Quantization
@@ -60,5 +60,5 @@ class LibraryOps(TritonOps):
         """An error of one line. why: what the library lacks, and what to do."""
         return SetupError(f"--attention-backend {self.attention_backend}: {self.library} {why}")
 
-    def beside(self, q_lens: list[int], kv_lens: list[int], rows: SampleRows) -> Beside:
-        return Beside(packed_params(rows).ravel())  # the library makes its own work list
+    def extras(self, q_lens: list[int], kv_lens: list[int], rows: SampleRows) -> Extras:
+        return Extras(packed_params(rows).ravel())  # the library makes its own work list

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from engine.errors import SetupError
 from engine.files.model_config import ModelConfig
-from engine.ops.base import AttentionWeights, Beside, Packed, RopeTable, StepInput, StepPlan, launches
+from engine.ops.base import AttentionWeights, Extras, Packed, RopeTable, StepInput, StepPlan, launches
 from engine.ops.fp8 import Fp8Kv, Kv, parts
 from engine.ops.nvidia import scaled
 from engine.ops.nvidia.kernels import attention, copy, draw, norm, qkv, quantised, silu
@@ -105,9 +105,9 @@ class TritonOps(ReferenceOps):
 
     # ------------------------------------------------------------------------------ once a step
 
-    def beside(self, q_lens: list[int], kv_lens: list[int], rows: SampleRows) -> Beside:
+    def extras(self, q_lens: list[int], kv_lens: list[int], rows: SampleRows) -> Extras:
         lists = self._lists(q_lens, kv_lens, None)
-        return Beside(packed_params(rows).ravel(), [one.host for one in lists], lists)
+        return Extras(packed_params(rows).ravel(), [one.host for one in lists], lists)
 
     def plan(self, batch: StepInput, rope: RopeTable, window: int | None = None) -> StepPlan:
         """window: that of the layers that use this plan. It changes how the work is split, never the result."""

@@ -165,7 +165,9 @@ class PagingMachine(RuleBasedStateMachine):
         mirror.apply(StepBatch(mirror.batches, 0.0, 0, mirror.events, events[:]))
         events.clear()
         tables = {s.seq_id: (s.table, s.num_computed) for s in self.books.live if s.table}
-        mirror.computed = {s: n for s, (_, n) in tables.items()}  # told by the core's events, not the pool's
+        mirror.computed = {
+            s: n for s, (_, n) in tables.items()
+        }  # reported by the core's events, not the pool's
         mirror.compare(self.pool.snapshot(tables))
 
     @invariant()

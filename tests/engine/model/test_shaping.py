@@ -289,8 +289,8 @@ def test_a_plan_without_drawing_rows_is_no_trouble() -> None:
     output = r.execute(Plan(0, [row_for(seq, 0, 2, False)]))
     assert output.token_ids == [[]] and output.logprobs == {}
     output = r.execute(Plan(1, [row_for(seq, 2, 2, True)]))
-    (told,) = output.logprobs[0]
-    assert len(told.top) == 2 and told.top_ids[0] != told.top_ids[1]
+    (reported,) = output.logprobs[0]
+    assert len(reported.top) == 2 and reported.top_ids[0] != reported.top_ids[1]
 
 
 @pytest.mark.parametrize(

@@ -126,12 +126,12 @@ def test_logits_and_kv_are_those_of_any_forward(
     assert torch.equal(plain, profiled) and torch.equal(plain, again)
     for a, b in zip(*map(parts, caches), strict=True):
         assert torch.equal(a, b)
-    (told,) = profiler.take()
-    assert told.names == [n for n in NAMES if n != "silu_mul" or kind is not NativeCpuOps]
-    assert all(seconds > 0 for seconds in told.seconds)
-    assert sum(told.seconds) <= told.forward
-    assert (told.tokens, told.sequences) == (len(batch.token_ids), len(lengths))
-    assert (told.bandwidth, told.peak) == (50e9, 1e12)
+    (reported,) = profiler.take()
+    assert reported.names == [n for n in NAMES if n != "silu_mul" or kind is not NativeCpuOps]
+    assert all(seconds > 0 for seconds in reported.seconds)
+    assert sum(reported.seconds) <= reported.forward
+    assert (reported.tokens, reported.sequences) == (len(batch.token_ids), len(lengths))
+    assert (reported.bandwidth, reported.peak) == (50e9, 1e12)
 
 
 def test_every_call_is_timed_once_and_told_when_the_device_has_made_it() -> None:
@@ -165,12 +165,12 @@ def test_every_call_is_timed_once_and_told_when_the_device_has_made_it() -> None
 
 def test_a_runner_tells_with_each_step_what_there_is_to_tell() -> None:
     runner = TorchRunner.from_weights(LLAMA, random_weights(LLAMA), CPU64)
-    driver, told = Driver(runner), []
+    driver, reported = Driver(runner), []
     collect = runner.collect
 
     def collected(ticket: Any) -> StepOutput:
         output = collect(ticket)
-        told.append(output.events)
+        reported.append(output.events)
         return output
 
     runner.collect = collected  # type: ignore[method-assign]
@@ -182,7 +182,7 @@ def test_a_runner_tells_with_each_step_what_there_is_to_tell() -> None:
     runner._events.append(captured)
     driver.step(1)
     driver.step(1)
-    (prefill,), (decode,), *rest = told
+    (prefill,), (decode,), *rest = reported
     assert (prefill.tokens, prefill.sequences) == (10, 2)
     assert (decode.tokens, decode.sequences) == (2, 2)
     assert rest == [[captured], []]

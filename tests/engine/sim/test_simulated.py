@@ -209,7 +209,7 @@ def test_an_hour_in_small_is_true_and_the_same_each_time() -> None:
     report = verify_batches(first.batches)
     assert report.ok, report.violations[:3]
     started = [i for i, e in enumerate(first.batches[0].events) if type(e) is ev.EngineStarted]
-    assert started == [0], "nothing was told before"
+    assert started == [0], "nothing was reported before"
     assert first.batches[1:] == again.batches[1:]
     assert len(first.state.requests) == load.requests
     assert all(v.finish_reason == "length" for v in first.state.requests.values())

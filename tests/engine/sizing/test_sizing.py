@@ -79,10 +79,10 @@ def test_contexts_of_the_70b() -> None:
 
 def test_memory_for_kv() -> None:
     """80 GB with the 70B in INT4 and 3 GB overhead: the article's 42 GB, from the exact count of parameters."""
-    told = report("llama-3.1-70b", memory=80 * 10**9, weights="int4", overhead=3 * 10**9)
-    assert told["weights"]["bytes"] == 35_276_853_248
-    assert told["memory"]["kv_bytes"] == 41_723_146_752
-    assert round(told["memory"]["kv_bytes"] / 1e9) == 42
+    reported = report("llama-3.1-70b", memory=80 * 10**9, weights="int4", overhead=3 * 10**9)
+    assert reported["weights"]["bytes"] == 35_276_853_248
+    assert reported["memory"]["kv_bytes"] == 41_723_146_752
+    assert round(reported["memory"]["kv_bytes"] / 1e9) == 42
     taken = report("llama-3.1-70b", weights=35 * 10**9, memory=80 * 10**9, overhead=3 * 10**9)
     assert taken["memory"]["kv_bytes"] == 42 * 10**9
     assert "format" not in taken["weights"]
@@ -98,8 +98,8 @@ def test_requests_that_fit() -> None:
     assert kv // size.bytes_per_block == 8601
     assert size.requests_naive(42 * 10**9, 4096) == 31
     assert size.requests_paged(42 * 10**9, 500) == 250
-    told = report("llama-3.1-70b", weights="int4")["contexts"]
-    assert told["4096"] == {
+    reported = report("llama-3.1-70b", weights="int4")["contexts"]
+    assert reported["4096"] == {
         "bytes": 1_342_177_280,
         "requests_naive": 35,
         "requests_paged": 282,
@@ -169,15 +169,15 @@ def test_active_parameters() -> None:
 def test_decoders_that_run_here_are_sized_alike(name: str) -> None:
     config = known_models()[name].config
     model = from_hf(config)
-    shape, told = KvShape.of(model), KvShape.from_config(config)
-    assert (told.groups, told.heads, told.kv_heads, told.head_dim) == (
+    shape, reported = KvShape.of(model), KvShape.from_config(config)
+    assert (reported.groups, reported.heads, reported.kv_heads, reported.head_dim) == (
         shape.groups,
         shape.heads,
         shape.kv_heads,
         shape.head_dim,
     )
     values = model.num_layers * model.num_kv_heads * model.head_dim * 2  # K and V
-    assert Sizing(told).bytes_per_token == values * 2
+    assert Sizing(reported).bytes_per_token == values * 2
 
 
 def test_names_and_hub_ids() -> None:
@@ -205,9 +205,9 @@ def test_gemma_3_holds_at_most_the_window() -> None:
     assert size.request_bytes(131_072) == 131_072 * 81_920 + 1024 * (507_904 - 81_920)
     # the window lies across 65 blocks of 16 tokens unless it begins with one
     assert size.paged_bytes(131_072) == 131_072 * 81_920 + 65 * 16 * (507_904 - 81_920)
-    told = report("gemma-3-27b")
-    assert (told["window"], told["window_layers"]) == (1024, 52)
-    assert "num_blocks" not in told
+    reported = report("gemma-3-27b")
+    assert (reported["window"], reported["window_layers"]) == (1024, 52)
+    assert "num_blocks" not in reported
 
 
 @given(
@@ -216,7 +216,7 @@ def test_gemma_3_holds_at_most_the_window() -> None:
     block=st.sampled_from([1, 2, 16, 256]),
 )
 def test_blocks_of_a_window(tokens: int, window: int | None, block: int) -> None:
-    """At any length the blocks under the window are counted one by one, and are never more than told."""
+    """At any length the blocks under the window are counted one by one, and are never more than reported."""
     shape = KvShape("x", "multi-head", (LayerGroup(1, 1, 1, window),), 1, 1, 1, 1, None)
     first = 0 if window is None else max(0, tokens - window)
     touched = len({t // block for t in range(first, tokens)})
@@ -364,9 +364,9 @@ def test_chunked_layers() -> None:
 
 def test_layers_that_keep_nothing_are_told() -> None:
     config = {**TINY, "layer_types": ["full_attention"] * 2 + ["linear_attention"] * 5}
-    told = Plan(weights=GIB).report("x", config, Sizing(KvShape.from_config(config)))
-    assert told["holding_layers"] == 2
-    assert "5 layers keep nothing" in told["notes"][0]
+    reported = Plan(weights=GIB).report("x", config, Sizing(KvShape.from_config(config)))
+    assert reported["holding_layers"] == 2
+    assert "5 layers keep nothing" in reported["notes"][0]
 
 
 @pytest.mark.parametrize(
@@ -404,21 +404,21 @@ def test_weights_as_published() -> None:
 
 
 def test_a_family_that_nobody_counted() -> None:
-    """Its cache is exact all the same; what depends on the weights is absent until they are told."""
+    """Its cache is exact all the same; what depends on the weights is absent until they are reported."""
     config = {**TINY, "model_type": "novel"}
     size = Sizing(KvShape.from_config(config))
-    told = Plan().report("novel", config, size)
-    assert told["contexts"]["4096"] == {"bytes": 4096 * size.bytes_per_token}
-    assert "kv_bytes" not in told["memory"]
-    assert "--weights SIZE" in told["notes"][0]
+    reported = Plan().report("novel", config, size)
+    assert reported["contexts"]["4096"] == {"bytes": 4096 * size.bytes_per_token}
+    assert "kv_bytes" not in reported["memory"]
+    assert "--weights SIZE" in reported["notes"][0]
     assert Plan(weights=GIB).report("novel", config, size)["memory"]["kv_bytes"] == 76 * GIB
 
 
 def test_weights_that_do_not_fit() -> None:
-    told = report("llama-3.1-70b", gpu_hour=2.5)
-    assert told["memory"]["kv_bytes"] == told["contexts"]["4096"]["requests_paged"] == 0
-    assert "dollars_paged" not in told["contexts"]["4096"]
-    assert "more than there are" in told["notes"][0]
+    reported = report("llama-3.1-70b", gpu_hour=2.5)
+    assert reported["memory"]["kv_bytes"] == reported["contexts"]["4096"]["requests_paged"] == 0
+    assert "dollars_paged" not in reported["contexts"]["4096"]
+    assert "more than there are" in reported["notes"][0]
 
 
 @given(

@@ -91,8 +91,10 @@ def test_a_token_that_cannot_become_text_ends_its_request_alone(at: int, n: int,
 
     sick = good_one_goes_on(rig, bad)
     assert (sick.finish_reason, sick.error) == ("error", "UnicodeError: no such bytes")
-    told = sum(len(e.token_ids) for e in rig.events(ev.TokensSampled)) - 12
-    assert rig.usage(sick).output_tokens == told == at * n, "what was sampled, told and counted is the same"
+    reported = sum(len(e.token_ids) for e in rig.events(ev.TokensSampled)) - 12
+    assert rig.usage(sick).output_tokens == reported == at * n, (
+        "what was sampled, reported and counted is the same"
+    )
 
 
 def test_drafts_before_a_token_that_cannot_become_text_are_kept() -> None:

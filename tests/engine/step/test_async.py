@@ -29,7 +29,7 @@ LATE = pytest.mark.parametrize("late", [True, False], ids=["late", "at once"])
 
 
 def scheduled(rig: Rig) -> list[dict[int, int]]:
-    """Tokens by sequence of each step that was told."""
+    """Tokens by sequence of each step that was reported."""
     return [dict(zip(e.seq_ids, e.n, strict=True)) for e in rig.events(ev.StepScheduled)]
 
 
@@ -138,7 +138,7 @@ def test_an_audit_lets_no_step_go_ahead() -> None:
 @LATE
 @pytest.mark.parametrize("max_tokens", [1, 2, 3, 5])
 def test_no_step_more_than_prompt_and_output_need(max_tokens: int, late: bool) -> None:
-    told = []
+    reported = []
     for ahead in (0, 1):
         rig = Rig(ahead=ahead, late=late, max_num_batched_tokens=32)
         request = rig.add(prompt(70), max_tokens)
@@ -147,8 +147,8 @@ def test_no_step_more_than_prompt_and_output_need(max_tokens: int, late: bool) -
         assert rig.core.log.step == 3 + max_tokens - 1
         assert sum(e.overrun for e in rig.events(ev.StepCompleted)) == 0
         assert rig.answer(request) == rig.truth(request, max_tokens)
-        told.append(rig.usage(request))
-    assert told[0] == told[1]
+        reported.append(rig.usage(request))
+    assert reported[0] == reported[1]
 
 
 @pytest.mark.conformance(85)
@@ -212,7 +212,7 @@ def test_under_pressure_every_token_is_delivered_once_and_in_order(late: bool) -
         truth = rig.truth(request, 20)
         assert rig.answer(request) == truth
         seq = request.branches[0].seq_id
-        told = [
+        reported = [
             token
             for e in rig.events(ev.TokensSampled)
             for i, token in zip(
@@ -222,7 +222,7 @@ def test_under_pressure_every_token_is_delivered_once_and_in_order(late: bool) -
             )
             if i == seq
         ]
-        assert told == truth
+        assert reported == truth
 
 
 @pytest.mark.conformance(86)
@@ -270,11 +270,11 @@ def test_aborts_in_any_order_end_with_exactly_the_tokens_that_were_told(seed: in
     for request in order:
         for _ in range(r.randint(0, 3)):
             rig.step()
-        told = request.num_output
+        reported = request.num_output
         assert rig.core.abort(request.request_id)
         assert not rig.core.abort(request.request_id)
         rig.check()
-        assert rig.usage(request).output_tokens == told
+        assert rig.usage(request).output_tokens == reported
     rig.run()
     for request in requests:
         assert request.finish_reason == "abort"
@@ -458,7 +458,7 @@ def test_collecting_computes_nothing_that_would_queue_behind_the_step_in_flight(
     with Seen():
         output = runner.collect(ticket)
     views = {"aten::resolve_conj", "aten::resolve_neg"}  # what tolist() is made of
-    assert set(calls) <= views and [len(told.top) for (told,) in output.logprobs.values()] == [3, 4]
+    assert set(calls) <= views and [len(reported.top) for (reported,) in output.logprobs.values()] == [3, 4]
 
 
 def test_what_a_step_takes_is_all_of_it_taken_at_its_launch() -> None:

@@ -389,8 +389,8 @@ def test_a_failed_forward_fails_its_requests_only_and_leaves_no_hash_of_unwritte
     rig.run()
     failed = [r for r in requests if rig.finished(r).reason == "error"]
     assert failed and requests[2] not in failed
-    (told,) = rig.events(ev.EngineError)
-    assert told.message == f"a step failed: ToyFault: lost the device in step {at}" and not told.fatal
+    (reported,) = rig.events(ev.EngineError)
+    assert reported.message == f"a step failed: ToyFault: lost the device in step {at}" and not reported.fatal
     for r in requests:
         if r not in failed:
             assert rig.finished(r).reason == "length" and rig.answer(r) == rig.truth(r, 5)

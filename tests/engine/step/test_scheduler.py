@@ -214,7 +214,7 @@ def test_a_prompt_waits_until_all_of_it_fits_even_if_its_first_chunk_would() -> 
     long = rig.add(prompt(100, 1), 2)  # 7 blocks, 5 are left: its first chunk would take 4
     for _ in range(5):
         assert 1 not in rig.step()
-    (blocked,) = rig.events(AdmissionBlocked)  # told once, though tried at every step
+    (blocked,) = rig.events(AdmissionBlocked)  # reported once, though tried at every step
     assert (blocked.request_id, blocked.need, blocked.reason) == (1, 7, "blocks")
     rig.run()
     assert rig.answer(long) == rig.truth(long, 2) and not rig.events(RequestPreempted)
@@ -589,7 +589,7 @@ def test_two_equal_long_prompts_compute_and_hold_their_blocks_once() -> None:
     assert sum(x != y for x, y in zip(a, b, strict=True)) == 1
     rig.run()
     assert rig.answer(first) == rig.answer(second) == rig.truth(first, 3)
-    assert len(rig.events(PrefixLookup)) == 2  # only admissions are told, so the hit rate stays
+    assert len(rig.events(PrefixLookup)) == 2  # only admissions are reported, so the hit rate stays
     assert rig.usage(first).cached_tokens == 0 and rig.usage(second).cached_tokens == 96
 
 

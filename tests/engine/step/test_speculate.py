@@ -44,8 +44,8 @@ def test_a_draft_follows_the_last_earlier_place_of_the_longest_tail(tokens: list
 
 
 def spans(rig: Rig) -> tuple[int, int]:
-    told = rig.events(ev.DraftVerified)
-    return sum(e.proposed for e in told), sum(e.accepted for e in told)
+    reported = rig.events(ev.DraftVerified)
+    return sum(e.proposed for e in reported), sum(e.accepted for e in reported)
 
 
 # ------------------------------------------------------------------------------------- the same tokens
@@ -212,13 +212,13 @@ class Markov(ToyRunner):
 @pytest.mark.conformance(108)
 def test_sampled_tokens_follow_the_models_distribution() -> None:
     """Chi-square over all transitions, at the 99.9 % point; drafts are both accepted and refused on the way."""
-    told: list[ev.DraftVerified] = []
+    reported: list[ev.DraftVerified] = []
     core = EngineCore(
         EngineConfig(max_num_batched_tokens=512, max_num_seqs=32, speculate=4, enable_prefix_caching=False),
         Markov(2000, 16, 3),
         EventLog(
             iter(range(10**6)).__next__,
-            lambda batch: told.extend(e for e in batch.events if isinstance(e, ev.DraftVerified)),
+            lambda batch: reported.extend(e for e in batch.events if isinstance(e, ev.DraftVerified)),
         ),
         hash_seed=1,
     )
@@ -240,5 +240,5 @@ def test_sampled_tokens_follow_the_models_distribution() -> None:
             want = total * float(Markov.P[a, b])
             chi += (counts[a, b] - want) ** 2 / want
     assert chi < 22.46  # 6 degrees of freedom
-    accepted, proposed = sum(e.accepted for e in told), sum(e.proposed for e in told)
+    accepted, proposed = sum(e.accepted for e in reported), sum(e.proposed for e in reported)
     assert 1000 < accepted < proposed - 1000

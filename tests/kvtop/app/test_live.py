@@ -199,9 +199,9 @@ async def test_typed_prompts_go_on_with_the_attached_page_only() -> None:
         async def typed(text: str) -> tuple[str, str]:
             await pilot.press(*text)
             app.paint()
-            told = app.main.chat.title, shown.hint.strip()
+            reported = app.main.chat.title, shown.hint.strip()
             await pilot.press("enter")
-            return told
+            return reported
 
         await pilot.press("enter")
         await shown.finished(1)
@@ -243,8 +243,8 @@ async def test_turns_that_wait_are_seen_and_counted() -> None:
         app.paint()
         await pilot.pause()
         assert sorted(app.state.requests) == [1, 4]
-        told = [line.rstrip() for line in app.main.chat.lines if line.strip()]
-        assert told == [
+        reported = [line.rstrip() for line in app.main.chat.lines if line.strip()]
+        assert reported == [
             *("#1 one", "   waiting"),
             *("#2 two", "   waiting for the turn before, #1"),
             *("#3 three", "   waiting for the turn before, #2"),
@@ -311,9 +311,9 @@ async def test_a_full_conversation_recommends_a_new_one() -> None:
         await shown.finished(1)
         view, limit = app.state.requests[1], app.state.started.max_model_len
         assert view.finish_reason == "refused" or view.prompt_tokens < limit
-        told = app.session.composer.next_enter("more").says
+        reported = app.session.composer.next_enter("more").says
         view.prompt_tokens = limit - view.num_output - 1
-        assert told == "Enter goes on with this conversation"
+        assert reported == "Enter goes on with this conversation"
         assert (
             app.session.composer.next_enter("more").says
             == "this conversation is nearly full · ctrl+n starts a new one"
@@ -518,9 +518,9 @@ async def test_a_demo_plays_with_captions(name: str) -> None:
             app.paint()
             await pilot.pause()
             app.paint()
-            told = " ".join(" ".join(app.main.caption.lines).split())
-            assert re.match(r"\d+ of \d+ checks passed [✓✗] ", told) and "q quits" in told
-            assert all(c["name"] in told for c in app.session.play.verdict["checks"])
+            reported = " ".join(" ".join(app.main.caption.lines).split())
+            assert re.match(r"\d+ of \d+ checks passed [✓✗] ", reported) and "q quits" in reported
+            assert all(c["name"] in reported for c in app.session.play.verdict["checks"])
             assert list(app.state.requests) == list(range(1, len(app.state.requests) + 1))
             if name == "cache-hit":
                 assert app.state.cache.hit_rate() == 3 * 2000 / (6 * 2200)

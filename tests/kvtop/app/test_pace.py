@@ -111,7 +111,7 @@ async def test_after_the_last_batch_every_panel_shows_it_and_then_nothing_is_owe
             late |= set(watch.tick(steps=0))
         assert late | last == set(shown.app.main.in_view) and not shown.app._owed
         frames = [bool(watch.tick(steps=0)) for _ in range(20)]
-        assert sum(frames) <= 4, "falling rates are told twice a second"
+        assert sum(frames) <= 4, "falling rates are reported twice a second"
 
 
 async def test_after_a_rest_all_of_it_changes_at_once() -> None:

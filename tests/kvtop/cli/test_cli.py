@@ -158,14 +158,14 @@ def test_verify_says_ok_or_what_is_wrong(capsys: pytest.CaptureFixture[str], rec
     assert code == 0
     assert out.startswith("ok: ")
     code, out, _ = invoke(capsys, "verify", str(recorded), "--json")
-    told = json.loads(out)
-    assert (code, told["ok"], told["violations"]) == (0, True, [])
+    reported = json.loads(out)
+    assert (code, reported["ok"], reported["violations"]) == (0, True, [])
     lines = recorded.read_bytes().splitlines(keepends=True)
     recorded.write_bytes(b"".join(lines[:9] + lines[10:]))
     code, out, _ = invoke(capsys, "verify", str(recorded), "--json")
-    told = json.loads(out)
-    assert (code, told["ok"]) == (1, False)
-    assert told["violations"]
+    reported = json.loads(out)
+    assert (code, reported["ok"]) == (1, False)
+    assert reported["violations"]
     assert invoke(capsys, "verify", str(recorded))[0] == 1
 
 
@@ -275,13 +275,15 @@ def test_the_environment_is_set_before_torch_can_be_imported(
 ) -> None:
     monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
     monkeypatch.setenv("OMP_WAIT_POLICY", "active")
-    told: list[Any] = []
+    reported: list[Any] = []
     monkeypatch.setattr(
         "kvtop.cli.headless.run",
-        lambda *a: told.append((os.environ.get("GOMP_SPINCOUNT"), os.environ.get("OMP_WAIT_POLICY"))) or 0,
+        lambda *a: (
+            reported.append((os.environ.get("GOMP_SPINCOUNT"), os.environ.get("OMP_WAIT_POLICY"))) or 0
+        ),
     )
     invoke(capsys, "--prompt", "x")
-    assert told == [("2000", None)]
+    assert reported == [("2000", None)]
 
 
 def test_a_reader_that_closes_the_pipe_is_quiet(recorded: Path) -> None:

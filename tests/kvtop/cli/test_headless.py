@@ -43,15 +43,15 @@ def test_the_summary_is_the_pinned_one() -> None:
     asks = [Prompt("Who?", PAGE, params=FIVE), Prompt("And then?", PAGE, params=FIVE)]
     code, out, err = answer(asks, Job(as_json=True, once=True))
     assert code == 0
-    told = json.loads(out)
+    reported = json.loads(out)
     assert out.count("\n") == 1
-    assert list(told)[:2] == ["schema", "type"]
-    assert set(told) == {
+    assert list(reported)[:2] == ["schema", "type"]
+    assert set(reported) == {
         *("schema", "type", "source", "model", "device", "dtype", "block_size", "num_blocks"),
         *("usable_blocks", "bytes_per_block", "requests", "prefix_cache", "evictions"),
         *("peak_blocks", "slots_filled", "slots_held"),
     }
-    cold, hit = told["requests"]
+    cold, hit = reported["requests"]
     assert set(cold) == {
         *("id", "text", "prompt_tokens", "cached_tokens", "computed_tokens", "cache_write_tokens"),
         *("output_tokens", "finish_reason", "queue_ms", "ttft_ms", "itl_ms", "preemptions"),
@@ -64,16 +64,16 @@ def test_the_summary_is_the_pinned_one() -> None:
         assert row["output_tokens"] == 5
         assert row["finish_reason"] == "length"
         assert set(row["itl_ms"]) == {"p50", "p99"}
-    cache = told["prefix_cache"]
+    cache = reported["prefix_cache"]
     assert cache["lookups"] == 2
     assert cache["query_tokens"] == cold["prompt_tokens"] + hit["prompt_tokens"]
     assert cache["hit_rate"] == round(cache["hit_tokens"] / cache["query_tokens"], 6)
-    assert told["usable_blocks"] == told["num_blocks"] - 1
+    assert reported["usable_blocks"] == reported["num_blocks"] - 1
     # The second prompt reads the first one's blocks, so it alone tells the most that were held.
     tokens = max(r["prompt_tokens"] for r in (cold, hit)) + 4
-    assert told["peak_blocks"] == -(-tokens // told["block_size"])
-    assert told["slots_held"] == told["peak_blocks"] * told["block_size"]
-    assert told["slots_filled"] == tokens
+    assert reported["peak_blocks"] == -(-tokens // reported["block_size"])
+    assert reported["slots_held"] == reported["peak_blocks"] * reported["block_size"]
+    assert reported["slots_filled"] == tokens
     assert "KV: " in err
     assert "tokens" in err
 
@@ -81,8 +81,8 @@ def test_the_summary_is_the_pinned_one() -> None:
 def test_without_lookups_there_is_no_hit_rate() -> None:
     config = EngineConfig(enable_prefix_caching=False)
     _, out, _ = answer([Prompt("x", params=FIVE)], Job(as_json=True, once=True), config)
-    told = json.loads(out)
-    assert told["prefix_cache"] == {"lookups": 0, "query_tokens": 0, "hit_tokens": 0}
+    reported = json.loads(out)
+    assert reported["prefix_cache"] == {"lookups": 0, "query_tokens": 0, "hit_tokens": 0}
 
 
 def test_json_without_once_is_the_whole_stream_and_the_summary_last() -> None:

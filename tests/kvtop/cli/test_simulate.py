@@ -43,14 +43,14 @@ def test_a_load_on_a_simulated_engine_as_one_object(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl.gz"
     code, out, err = answer(Job(as_json=True, once=True, record=path, load=CHAT, simulation=H100))
     assert code == 0
-    told = json.loads(out)
-    assert (told["source"], told["model"], told["device"], told["dtype"]) == (
+    reported = json.loads(out)
+    assert (reported["source"], reported["model"], reported["device"], reported["dtype"]) == (
         *("simulated", "llama-3.1-70b", "H100"),
         "int4",
     )
-    assert len(told["requests"]) == CHAT.requests
-    assert all(r["finish_reason"] == "length" for r in told["requests"])
-    assert told["prefix_cache"]["hit_rate"] > 0.5
+    assert len(reported["requests"]) == CHAT.requests
+    assert all(r["finish_reason"] == "length" for r in reported["requests"])
+    assert reported["prefix_cache"]["hit_rate"] > 0.5
     assert "llama-3.1-70b on H100 in int4" in err
     assert "5,120 KiB a block" in err
     report = verify(path)
@@ -84,9 +84,9 @@ def test_a_load_on_a_live_engine_beside_prompts() -> None:
     fast = replace(small, streams=tuple(replace(s, arrivals=_hasty(s.arrivals)) for s in small.streams))
     code, out, _ = answer(Job(as_json=True, once=True, load=fast), asks, build=build)
     assert code == 0
-    told = json.loads(out)
-    assert told["source"] == "live"
-    assert len(told["requests"]) == 7
+    reported = json.loads(out)
+    assert reported["source"] == "live"
+    assert len(reported["requests"]) == 7
 
 
 def _hasty(arrivals: Any) -> Any:
@@ -124,10 +124,10 @@ def test_the_command_of_the_issue_in_small(capsys: pytest.CaptureFixture[str], t
     )
     code, out, _ = invoke(capsys, *words.split(), "--load", str(load), "--record", str(recorded))
     assert code == 0
-    told = json.loads(out)
-    assert len(told["requests"]) == 20
-    assert told["bytes_per_block"] == 16 * 163_840
-    assert told["prefix_cache"]["hit_tokens"] >= 17 * 2000
+    reported = json.loads(out)
+    assert len(reported["requests"]) == 20
+    assert reported["bytes_per_block"] == 16 * 163_840
+    assert reported["prefix_cache"]["hit_tokens"] >= 17 * 2000
     assert cli.invoke(["verify", str(recorded)]) == 0
 
 

@@ -26,23 +26,27 @@ def said(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> str:
 
 
 def test_the_pinned_object(capsys: pytest.CaptureFixture[str]) -> None:
-    told = json.loads(said(capsys, "llama-3.1-70b", "--json"))
-    assert told["model"] == "llama-3.1-70b"
-    assert (told["bytes_per_token"], told["bytes_per_block"], told["block_size"]) == (327_680, 5_242_880, 16)
-    assert list(told["contexts"]) == ["4096", "32768", "131072"]
-    assert [row["bytes"] for row in told["contexts"].values()] == [5 << 28, 10 << 30, 40 << 30]
-    assert {"bytes", "requests_naive", "requests_paged"} <= told["contexts"]["4096"].keys()
+    reported = json.loads(said(capsys, "llama-3.1-70b", "--json"))
+    assert reported["model"] == "llama-3.1-70b"
+    assert (reported["bytes_per_token"], reported["bytes_per_block"], reported["block_size"]) == (
+        327_680,
+        5_242_880,
+        16,
+    )
+    assert list(reported["contexts"]) == ["4096", "32768", "131072"]
+    assert [row["bytes"] for row in reported["contexts"].values()] == [5 << 28, 10 << 30, 40 << 30]
+    assert {"bytes", "requests_naive", "requests_paged"} <= reported["contexts"]["4096"].keys()
 
 
 def test_the_articles_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     words = "llama-3.1-70b --memory 80GB --weights int4 --overhead 3GB --avg-tokens 500 --context 2048 --json"
-    told = json.loads(said(capsys, *words.split()))
-    assert told["memory"] == {
+    reported = json.loads(said(capsys, *words.split()))
+    assert reported["memory"] == {
         "bytes": 80 * 10**9,
         "overhead_bytes": 3 * 10**9,
         "kv_bytes": 41_723_146_752,
     }
-    assert told["contexts"] == {
+    assert reported["contexts"] == {
         "2048": {"bytes": 640 << 20, "requests_naive": 62, "requests_paged": 248, "naive_used": 0.244141}
     }
 
@@ -50,12 +54,12 @@ def test_the_articles_gpu(capsys: pytest.CaptureFixture[str]) -> None:
 def test_options_change_what_they_name(capsys: pytest.CaptureFixture[str]) -> None:
     words = ("qwen3-8b", "--kv-cache-dtype", "fp8", "--block-size", "32", "--max-num-batched-tokens", "512")
     more = ("--overhead", "0", "--weights", "10GiB", "--memory", "24GiB", "--gpu-hour", "2", "--itl", "20")
-    told = json.loads(said(capsys, *words, *more, "--json"))
-    assert told["bytes_per_token"] == 147_456 // 2
-    assert told["bytes_per_block"] == 32 * 147_456 // 2
-    assert told["chunk"] == {"tokens": 512, "bytes": 512 * 147_456 // 2}
-    assert told["memory"]["kv_bytes"] == 14 << 30
-    row = told["contexts"]["4096"]
+    reported = json.loads(said(capsys, *words, *more, "--json"))
+    assert reported["bytes_per_token"] == 147_456 // 2
+    assert reported["bytes_per_block"] == 32 * 147_456 // 2
+    assert reported["chunk"] == {"tokens": 512, "bytes": 512 * 147_456 // 2}
+    assert reported["memory"]["kv_bytes"] == 14 << 30
+    row = reported["contexts"]["4096"]
     assert row["dollars_naive"] == pytest.approx(2e6 / (row["requests_naive"] * 50 * 3600), abs=1e-6)
 
 

@@ -1,4 +1,4 @@
-"""Themes: every file is complete, its states can be told apart by every eye, and a wrong one says where."""
+"""Themes: every file is complete, its states can be reported apart by every eye, and a wrong one says where."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ def test_storms_over_every_policy_verify_and_the_state_keeps_their_queue(seed: i
 
 
 def test_what_beams_publish_as_they_move_is_not_taken_back_with_a_later_step() -> None:
-    """It is told before their tokens, as what the next step publishes would be; but it is written."""
+    """It is reported before their tokens, as what the next step publishes would be; but it is written."""
     storm = Storm(1, num_blocks=60, block_size=2)
     storm.submit([5 + i for i in range(17)], max_tokens=5, beam_width=2)
     storm.core.step()
@@ -92,9 +92,9 @@ def test_a_recording_verifies_from_its_file(tmp_path: Path, redact: bool) -> Non
     assert report.violations == []
     assert report.batches == len(batches)
     assert bool(report.notes) == redact
-    told = json.loads(json.dumps(report.as_dict()))
-    assert told["ok"] is True
-    assert told["snapshots"] == sum(isinstance(b.events[-1], ev.PoolSnapshot) for b in batches)
+    reported = json.loads(json.dumps(report.as_dict()))
+    assert reported["ok"] is True
+    assert reported["snapshots"] == sum(isinstance(b.events[-1], ev.PoolSnapshot) for b in batches)
 
 
 @pytest.mark.parametrize("ahead", [0, 1])

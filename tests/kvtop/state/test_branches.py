@@ -75,8 +75,8 @@ def test_drafts_are_counted() -> None:
     storm.drain()
     for batch in storm.stop():
         state.apply(batch)
-    told = [e for b in storm.batches for e in b.events if isinstance(e, ev.DraftVerified)]
-    assert told and state.steps.drafts == sum(e.proposed for e in told)
+    reported = [e for b in storm.batches for e in b.events if isinstance(e, ev.DraftVerified)]
+    assert reported and state.steps.drafts == sum(e.proposed for e in reported)
     assert state.summary()["speculation"] == {
         "proposed": state.steps.drafts,
         "accepted": state.steps.drafts_accepted,

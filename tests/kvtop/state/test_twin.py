@@ -194,14 +194,14 @@ def test_a_memory_shorter_than_a_reservation_refuses_all() -> None:
 
 def test_a_preempted_sequence_keeps_its_place_and_its_tokens() -> None:
     twin = NaiveTwin(64, 32)
-    told = [
+    reported = [
         [ev.RequestAdmitted(1, 1, 0), ev.BlocksAllocated(1, [1, 2])],
         [ev.TokensSampled([1], [], [0], [20], [""])],
         [ev.BlocksReleased(1, [2, 1]), ev.RequestPreempted(1, [1], 20)],
         [ev.RequestAdmitted(1, 1, 8, True), ev.BlocksAllocated(1, [3])],
         [ev.TokensSampled([1], [], [0], [12], [""])],
     ]
-    for batch in batches(*told):
+    for batch in batches(*reported):
         follow(twin, batch)
     assert (twin.place, twin.filled) == ({1: 0}, 20)
     for batch in batches(
@@ -213,11 +213,11 @@ def test_a_preempted_sequence_keeps_its_place_and_its_tokens() -> None:
 
 def test_a_branch_that_ends_alone_leaves() -> None:
     twin = NaiveTwin(64, 32)
-    told = [
+    reported = [
         [ev.RequestAdmitted(1, 1, 0), ev.BlocksAllocated(1, [1]), ev.TokensSampled([1], [], [0], [16], [""])],
         [ev.SequenceForked(1, 1, 2), ev.BlocksTouched(2, [1], "fork"), ev.SequenceForked(1, 1, 3)],
     ]
-    for batch in batches(*told):
+    for batch in batches(*reported):
         follow(twin, batch)
     assert (twin.place, list(twin.waiting), twin.filled) == ({1: 0, 2: 1}, [3], 32)
     follow(twin, batches([ev.BlocksReleased(2, [1])], first=2)[0])

@@ -21,12 +21,12 @@ PIECE = st.one_of(
 
 def at_once(pieces: list[bytes], text: str, room: int) -> tuple[str, list[int], list[tuple[int, int]]]:
     """(shown text, first character of each token, lines)."""
-    told, starts = spelled(pieces)
+    reported, starts = spelled(pieces)
     safe = safe_text(text, newlines=True)
     shown = safe.rstrip("\n")
     first = len(shown) - len(shown.lstrip())
     lines = [(a + first, b + first) for a, b in wrap(shown[first:], room)]
-    return shown, starts if told.startswith(safe) else starts[:1], lines
+    return shown, starts if reported.startswith(safe) else starts[:1], lines
 
 
 @given(st.lists(PIECE, max_size=14), st.integers(1, 12), st.integers(0, 3))

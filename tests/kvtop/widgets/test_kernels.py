@@ -86,9 +86,9 @@ async def test_the_device_tells_its_roofline_and_its_graphs() -> None:
     for i, bucket in enumerate((8, 1, 2)):
         more(state, ev.GraphCaptured(bucket, i + 1, 0.2))
     async with shown(DevicePanel(), state, 80, 14) as lines:
-        told = {line.split()[0]: line.split()[1:] for line in lines if line.strip()}
-        assert told["roofline"][-2:] == ["50", "%"]
-        assert told["graphs"] == ["1", "2", "8"]
+        reported = {line.split()[0]: line.split()[1:] for line in lines if line.strip()}
+        assert reported["roofline"][-2:] == ["50", "%"]
+        assert reported["graphs"] == ["1", "2", "8"]
     async with shown(DevicePanel(), profiled(peak=None, bandwidth=None), 80, 14) as lines:
         assert not any(line.startswith(("roofline", "bandwidth", "graphs")) for line in lines)
 
@@ -114,8 +114,8 @@ async def test_both_are_told_among_the_events() -> None:
     more(state, ev.GraphCaptured(8, 1, 0.34), ev.GraphCaptured(1, 0, 0.1))
     more(state, msgspec.structs.replace(PROFILE, tokens=1, names=["x\x1b[2J"] * 4))
     async with shown(EventLogPanel(), state, 80, 5) as lines:
-        told = [line.split(maxsplit=1)[1].strip() for line in lines[-4:]]
-    assert told == [
+        reported = [line.split(maxsplit=1)[1].strip() for line in lines[-4:]]
+    assert reported == [
         "profiled 8 tokens: 10 ms, longest attention",
         "graph of up to 8 sequences: captured in 340 ms",
         "graph of up to 1 sequence: not captured, steps run without",

@@ -155,11 +155,11 @@ def test_spelled_keeps_every_character_with_its_token(text: str, cuts: list[int]
     data = text.encode()
     places = sorted({0, len(data), *(c for c in cuts if c < len(data))})
     pieces = [data[a:b] for a, b in pairwise(places)]
-    told, starts = spelled(pieces)
+    reported, starts = spelled(pieces)
     assert len(starts) == len(pieces) and starts == sorted(starts)
-    assert all(0 <= s <= len(told) for s in starts)
+    assert all(0 <= s <= len(reported) for s in starts)
     if text.isascii() and text.isprintable():
-        assert told == text and starts == places[: len(pieces)]
+        assert reported == text and starts == places[: len(pieces)]
 
 
 @given(st.text(alphabet="ab 日\n", max_size=60), st.integers(1, 12))

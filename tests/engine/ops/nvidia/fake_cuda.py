@@ -232,7 +232,7 @@ def replace_transfers() -> None:
 def live(**knobs: Any) -> str:
     """A whole life: start, prompts in chunks, decodes eager and by graphs, samples, beams, a second look-up."""
     calls.clear()
-    told: list[StepBatch] = []
+    reported: list[StepBatch] = []
     config = EngineConfig(
         device="cuda", dtype="bfloat16", ops="triton", num_blocks=60, max_num_seqs=8, max_num_batched_tokens=64,
         **knobs,
@@ -240,14 +240,14 @@ def live(**knobs: Any) -> str:
     with MODE:
         model = replace(QWEN3, hidden_size=64)
         runner = torch_runner.TorchRunner.from_weights(model, random_weights(model, 1), config)
-        core = EngineCore(config, runner, EventLog(count().__next__, told.append), hash_seed=1)
+        core = EngineCore(config, runner, EventLog(count().__next__, reported.append), hash_seed=1)
         for i, ask in enumerate((*ASKS, {})):
             params = SamplingParams(**({"max_tokens": 14, "temperature": 0.0} | ask))
             core.add_request(i, [(3 * (i % 7) + 7 * j) % 199 for j in range(5 + 9 * i)], params)
         for _ in range(500):
             if core.has_work:
                 core.step()
-    events = [e for b in told for e in b.events]
+    events = [e for b in reported for e in b.events]
     errors = [e.message for e in events if isinstance(e, EngineError)]
     assert not errors, errors[0]
     assert not core.has_work and runner.ahead == (knobs.get("async_scheduling") is not False)

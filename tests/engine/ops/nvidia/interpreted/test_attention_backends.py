@@ -1,4 +1,5 @@
-"""flash-attn and flashinfer as attention: what they are told, held to the reference through stand-ins for them."""
+"""flash-attn and flashinfer as attention: the arguments that they get, compared with the reference through stand-ins
+for them."""
 
 from __future__ import annotations
 

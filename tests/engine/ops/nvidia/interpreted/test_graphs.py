@@ -120,11 +120,11 @@ def test_where_nothing_can_be_captured_steps_run_as_before() -> None:
     def refuse(body: object) -> Callable[[], Tensor]:
         raise RuntimeError("no graphs here")
 
-    told: list[GraphCaptured] = []
-    runner._graphs = DecodeGraphs(runner.model, runner.cache, 8, refuse, told.append)
+    reported: list[GraphCaptured] = []
+    runner._graphs = DecodeGraphs(runner.model, runner.cache, 8, refuse, reported.append)
     driver = Driver(runner)
     seq = driver.add([1, 2, 3])
     for _ in range(3):
         driver.step(1000)
     assert len(seq) == 6
-    assert [(e.bucket, e.graphs) for e in told] == [(1, 0)]  # it is not tried again
+    assert [(e.bucket, e.graphs) for e in reported] == [(1, 0)]  # it is not tried again

@@ -23,8 +23,8 @@ def test_logits_are_those_of_any_forward() -> None:
         plain = model.forward(batch, cache)
         assert profiler.begin(batch)
         assert torch.equal(profiler.forward(batch, cache), plain)
-    (told,) = profiler.take()
-    assert told.names == NAMES
-    assert told.seconds == [1.0, 3.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0]
+    (reported,) = profiler.take()
+    assert reported.names == NAMES
+    assert reported.seconds == [1.0, 3.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0]
     token = c.num_kv_heads * 2 * (c.head_dim + 4)
-    assert told.bytes[4] == 12 * token + 2 * 3 * c.num_heads * c.head_dim * 4
+    assert reported.bytes[4] == 12 * token + 2 * 3 * c.num_heads * c.head_dim * 4
