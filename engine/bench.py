@@ -140,7 +140,7 @@ class Bench:
         self.engine.stop()
 
     def decode(self, sequences: int) -> tuple[float, float]:
-        """Tokens per second of so many sequences at once, and bytes per second read: medians over steps."""
+        """Tokens per second of this number of sequences, and bytes per second read: medians over steps."""
         batches = self.run([self.prompt(DECODE) for _ in range(sequences)], DECODE + 8)
         steps = [(b.t, e) for b in batches for e in b.events if isinstance(e, StepCompleted)]
         full = [

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-# Before torch is imported: threads that spin briefly, then yield, serve an engine beside a dashboard best.
+# Before torch is imported: threads that spin briefly and then yield are best for an engine with a dashboard.
 os.environ.setdefault("GOMP_SPINCOUNT", "2000")
 os.environ.pop("OMP_WAIT_POLICY", None)
 # Animations and a blinking cursor would make screens depend on the moment they are looked at.
@@ -24,7 +24,7 @@ settings.load_profile("kvtop")
 
 @pytest.fixture(autouse=True)
 def clean_user(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """No config, theme, log or KVTOP_ variable of whoever runs the tests; the model cache stays theirs."""
+    """Tests use no config, theme, log or KVTOP_ variable of the user. They do use the user's model cache."""
     home = tmp_path_factory.mktemp("user")
     monkeypatch.setenv("XDG_CONFIG_HOME", str(home / "config"))
     monkeypatch.setenv("XDG_STATE_HOME", str(home / "state"))

@@ -1,9 +1,9 @@
-"""ToyRunner: proves the KV data, not only the books, in microseconds and without a model.
+"""ToyRunner: checks the contents of the KV cache in microseconds and without a model.
 
-Owns a real paged array of (token, position), filled through slot mapping and block copies exactly as a
-model's runner fills K and V. The next token is a hash of what it reads back through the block table, so a
-wrong slot, a copy hazard, a missed table delta or a read of unwritten KV gives a wrong token at once.
-`expected` computes the same tokens without any paging.
+Owns a real paged array of (token, position). It is filled through slot mapping and block copies, as a model's runner
+fills K and V. The next token is a hash of everything that is read back through the block table. So a wrong slot, a copy
+hazard, a missed table delta or a read of unwritten KV gives a wrong token at once. `expected` computes the same tokens
+without paging.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from engine.step.runner import Logprob, Plan, Recomputed, StepOutput
 
 
 class ToyFault(RuntimeError):
-    """Raised where a test asks the runner to fail."""
+    """Raised if a test makes the runner fail."""
 
 
 def next_token(tokens: np.ndarray, positions: np.ndarray, branch: int, vocab_size: int) -> int:
@@ -46,7 +46,7 @@ def expected(prompt: Sequence[int], count: int, vocab_size: int, branch: int = 0
 
 @dataclass(slots=True)
 class _Launched:
-    """A step as the device would have it: a table for each row, and None for a token that is yet to be sampled."""
+    """A step as a device has it: a table for each row, and None for a token that is not sampled yet."""
 
     plan: Plan
     tables: list[list[int]]
@@ -56,11 +56,11 @@ class _Launched:
 
 
 class ToyRunner:
-    """A ModelRunner over (token, position) pairs, and an AsyncRunner that computes as late as it may.
+    """A ModelRunner over (token, position) pairs, and an AsyncRunner that computes as late as possible.
 
-    fault: called with the step and "before" or "after" the writes; may raise. bad: called with a row's
-    sequence id, True makes its logits count as not finite. ahead: see AsyncRunner. late: steps are computed
-    when they are collected, so that whatever the host changes meanwhile would show; else at their launch.
+    fault: called with the step and "before" or "after" the writes; may raise. bad: called with the sequence id of a
+    row; if it returns True, the logits of the row count as not finite. ahead: see AsyncRunner. late: a step is computed
+    when it is collected, so that any change by the host in between becomes visible; else it is computed at its launch.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class ToyRunner:
         return self.collect(self.launch(plan))
 
     def launch(self, plan: Plan) -> _Launched:
-        """Takes over the tables' changes and the tokens."""
+        """Takes over the changes of the tables, and the tokens."""
         for seq_id in plan.retired:
             self._tables.pop(seq_id, None)
         tables: list[list[int]] = []
@@ -126,7 +126,7 @@ class ToyRunner:
         return launched
 
     def collect(self, ticket: _Launched) -> StepOutput:
-        """Computes what is launched up to this step."""
+        """Computes all launched steps up to this one."""
         while ticket.output is None and ticket.error is None:
             self._compute()
         if ticket.error is not None:

@@ -207,7 +207,7 @@ def _rope(keys: Keys, positions: int) -> RopeConfig:
     theta = rope.positive("rope_theta", None) or keys.positive("rope_theta", 10_000.0)
     if kind == "default":
         return RopeConfig(theta=theta)
-    # transformers prefers the key beside rope_parameters, where a few models keep it
+    # transformers prefers the key next to rope_parameters, where a few models have it
     original = keys.count("original_max_position_embeddings", None, limit=1 << 30)
     original = original or rope.count("original_max_position_embeddings", positions, limit=1 << 30)
     factor = rope.positive("factor", positions / original if kind == "yarn" else _MISSING)

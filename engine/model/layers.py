@@ -89,7 +89,7 @@ def mlp_weights(ops: Ops, c: ModelConfig, weights: Weights, layer: int) -> MlpWe
 
 
 _ROPE_ROWS = 1 << 15
-"""Positions computed at a time: what is needed meanwhile stays small beside the table."""
+"""Positions computed at a time, so that temporary memory stays small compared with the table."""
 
 
 def rope_table(c: ModelConfig, positions: int, device: torch.device) -> RopeTable:

@@ -63,9 +63,9 @@ class EngineCore:
         self.clock = log.clock
         self._emit = log.emit
         self.slow = False
-        """Set while slow motion waits between steps; StepCompleted carries it."""
+        """Slow motion waits between steps. It is in StepCompleted."""
         self.one_at_a_time = False
-        """Set while steps are looked at one by one: none is launched ahead."""
+        """Steps run one by one for the user: none is launched ahead."""
         self._budget = config.max_num_batched_tokens or 512
         self._chunked = config.enable_chunked_prefill
         if not self._chunked and self._budget < runner.max_model_len:
@@ -104,7 +104,7 @@ class EngineCore:
             self.clock,
         )
         self._auditor = Auditor(config.audit, self.paging, runner, self.scheduler, self._ending, log.emit)
-        # An audit reads what the next step may take: it lets no step go ahead.
+        # An audit reads blocks that the next step may take, so no step is launched ahead.
         self._async: AsyncRunner | None = None
         if isinstance(runner, AsyncRunner) and runner.ahead > 0 and not config.audit:
             self._async = runner
@@ -135,10 +135,10 @@ class EngineCore:
             params = params.resolved(self._defaults, seed=(self._seed * 1_000_003 + request_id) % 2**63)
             foreign = self._admission.foreign_token(prompt_token_ids)
             if foreign:
-                prompt_token_ids = []  # a number that is no token fits in no event and no table
+                prompt_token_ids = []  # a number that is no token id cannot be in an event or a table
             problem = refuse or foreign or self._admission.problem(len(prompt_token_ids), params)
             digest, priority = None if salt is None else salt_digest(salt), index(priority)
-        except Exception as error:  # what nobody can read is no part of the request that ends here
+        except Exception as error:  # values that cannot be read are not part of the request, which ends here
             problem, ends = refuse or one_line(error), ends if refuse else "error"
             prompt_token_ids, params, digest, priority = [], SamplingParams(), None, 0
         request = Request(
@@ -179,7 +179,7 @@ class EngineCore:
         return request
 
     def _give_branch(self, request: Request) -> str | None:
-        """The prompt's own branch, which waits for its blocks. What is wrong, if it cannot be made."""
+        """Make the branch of the prompt, without blocks. Returns what is wrong if that fails."""
         branch = Sequence(next(self._seq_ids), request)
         try:
             branch.detok = self._pieces.detokenizer(request.params.stop)
@@ -207,7 +207,7 @@ class EngineCore:
         return True
 
     def close(self) -> None:
-        """End what is left, also after a failure: every request gets its RequestFinished."""
+        """End all requests, also after a failure: each of them gets its RequestFinished."""
         try:
             self.settle()
         except Exception as error:
@@ -215,7 +215,9 @@ class EngineCore:
         for request in list(self.requests.values()):
             try:
                 self._ending.finish(request, "abort")
-            except Exception:  # pool or queues are broken: their word counts no more, the caller's end does
+            except (
+                Exception
+            ):  # the pool or the queues are broken; the caller must still get its RequestFinished
                 self._ending.report(request, "abort")
 
     # ---------------------------------------------------------------- one step
@@ -370,7 +372,7 @@ class EngineCore:
         return self.log.cut()
 
     def snapshot(self) -> None:
-        """The pool's own word as a batch of its own; what is pending goes into one before it."""
+        """Cut a batch with a PoolSnapshot alone. Pending events go into a batch before it."""
         self.log.cut()
         self.log.cut(self.pool_snapshot())
 
@@ -380,5 +382,5 @@ class EngineCore:
         return self._pool.snapshot({s.seq_id: (s.table, s.num_computed) for s in live})
 
     def check(self) -> None:
-        """Assert the pool's invariants against all live tables; for tests and storms."""
+        """Assert the invariants of the pool against all live tables, for tests."""
         self._pool.check([s.table for r in self.requests.values() for s in r.branches])

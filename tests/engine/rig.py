@@ -76,14 +76,16 @@ class Pool(BlockPool):
         super().__init__(num_blocks, block_size, self.events.append)
 
     def eviction_order(self) -> list[int]:
-        """The whole queue, next out first."""
+        """The whole queue; the first block is taken next."""
         return list(self._queue)
 
 
 def fork(core: EngineCore, parent: Branch) -> Branch | None:
-    """A child branch that shares the parent's computed blocks; call between steps. None if the parent
-    is not running or has a row in flight, no place is left among max_num_seqs, or the request could
-    then outgrow the pool on its own."""
+    """A child branch that shares the computed blocks of its parent. Call between steps.
+
+    None if the parent does not run or has a row in flight, if max_num_seqs is reached, or if the request alone could
+    then need more blocks than the pool has.
+    """
     request = parent.request
     if request.status is not Status.RUNNING or parent.finish_reason or not parent.table:
         return None
@@ -97,25 +99,25 @@ def fork(core: EngineCore, parent: Branch) -> Branch | None:
 
 
 def prune(core: EngineCore, plan: Plan) -> None:
-    """Leave out of the newest step what was aborted or preempted since begin(), as a driver may that lets such
-    things happen before the step is executed."""
+    """Remove from the newest step the rows that were aborted or preempted since begin(), before the step is
+    executed."""
     flight = core.flights[-1]
     assert flight.plan is plan
     flight.seal(plan.retired)
 
 
 def new_flight() -> Flight:
-    """A step without a row, for paging to note in."""
+    """A step without rows, in which paging notes its changes."""
     return Flight(Plan(0), 0, 0)
 
 
 def row_for(seq: Branch, start: int, n: int, sample: bool = False, draws: tuple[int, ...] = ()) -> Row:
-    """The row of a plan that a test makes by hand."""
+    """A row for a plan that a test makes."""
     return row_of(seq, start, n, draws or ((seq.branch,) if sample else ()))
 
 
 class Books:
-    """Paging over a pool without a scheduler: what a sequence takes and leaves, block by block."""
+    """Paging over a pool without a scheduler: sequences take and release blocks."""
 
     def __init__(self, num_blocks: int = 11, block_size: int = 16, caching: bool = True) -> None:
         self.pool = Pool(num_blocks, block_size)
@@ -149,7 +151,7 @@ class Books:
         return self.paging.retract(seq, self.flights)
 
     def sequence(self, tokens: Sequence[int], salt: str | None = None) -> Branch:
-        """A sequence that holds no block yet."""
+        """A sequence without blocks."""
         number = next(self._ids)
         request = Request(number, tokens, SamplingParams(), 0.0, salt=salt and salt_digest(salt))  # type: ignore[arg-type]
         branch = Branch(number, request)
@@ -190,7 +192,7 @@ class Books:
 
 
 class Rig:
-    """An EngineCore over a ToyRunner on a clock that ticks a millisecond a look."""
+    """An EngineCore over a ToyRunner, with a clock that advances a millisecond each time it is read."""
 
     def __init__(
         self,
@@ -250,7 +252,7 @@ class Rig:
         return tokens
 
     def run(self, steps: int = 10_000) -> None:
-        """Until nothing is left to do."""
+        """Run steps until there is no work."""
         for _ in range(steps):
             if not self.core.has_work:
                 return
@@ -266,7 +268,7 @@ class Rig:
         return self.core.pool_snapshot()
 
     def events(self, kind: type[E], request_id: int | None = None) -> list[E]:
-        """All of one type so far, or one request's."""
+        """All events of one type so far, or those of one request."""
         found = [e for b in self.batches for e in b.events if isinstance(e, kind)]
         return [e for e in found if request_id is None or e.request_id == request_id]  # type: ignore[attr-defined]
 
@@ -285,5 +287,5 @@ class Rig:
         return list(request.branches[0].output_ids)
 
     def truth(self, request: Request, count: int) -> list[int]:
-        """What the toy language says after this prompt, without any paging."""
+        """The tokens of the toy language after this prompt, computed without paging."""
         return expected(list(request.prompt_token_ids), count, self.vocab)

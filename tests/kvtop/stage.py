@@ -1,8 +1,7 @@
 """Stage: a scripted source of batches for the dashboard's tests, no engine and no weights.
 
-Owns a plain list-based pool that keeps the event law (the seven pool events rebuild everything), a
-vocabulary of whole words, and a clock that the script moves. Slow and obvious on purpose: what the
-screen shows is compared with what this says.
+Owns a simple pool of lists that follows the event law (the seven pool events give its whole state), a vocabulary of
+words, and a clock that the script moves. It is slow and simple, because the screen is compared with it.
 """
 
 from __future__ import annotations
@@ -117,7 +116,7 @@ class Stage:
         return [self.words.setdefault(w, len(self.words) + 10) for w in re.findall(r"\s*\S+", text)]
 
     def submit(self, question: str, page: str = "", name: str = "page.txt", answer: str = "ok.") -> int:
-        """Queue a request: system page, then the question; it will answer with `answer`."""
+        """Queue a request: a system page, then the question. `answer` is its answer."""
         self.next_rid += 1
         rid = self.next_rid
         spans, tokens = [], []
@@ -213,7 +212,7 @@ class Stage:
         self._emit(out)
 
     def run(self, prefill: float = 0.3, decode: float = 0.016) -> None:
-        """Step until nothing is left to do."""
+        """Run steps until there is no work."""
         while self.acts:
             busy = any(a.computed < a.prompt for a in self.acts)
             self.step(prefill if busy else decode)
@@ -224,7 +223,7 @@ class Stage:
         self._emit([EngineStopped()])
 
     def snapshot(self) -> PoolSnapshot:
-        """The pool's own word."""
+        """A PoolSnapshot."""
         refs: list[int] = []
         for b in range(1, self.num_blocks):
             if self.ref[b]:

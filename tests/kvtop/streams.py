@@ -24,12 +24,12 @@ from tests.toy_runner import ToyFault, ToyRunner
 
 VOCAB = 60
 LIKELY = (VOCAB, VOCAB + 1)
-"""Tokens that are likely and never drawn."""
+"""Likely tokens that are never drawn."""
 LETTERS = [chr(97 + i % 26).encode() for i in range(VOCAB)]
 
 
 def started(runner: ToyRunner, config: EngineConfig, hash_seed: int) -> ev.EngineStarted:
-    """What an engine over this runner says first."""
+    """The EngineStarted of an engine over this runner."""
     return ev.EngineStarted(
         schema=ev.SCHEMA,
         source="live",
@@ -54,9 +54,9 @@ def started(runner: ToyRunner, config: EngineConfig, hash_seed: int) -> ev.Engin
 
 
 class Storm:
-    """One random life of a small engine; over few tokens drafts are often found.
+    """A small engine with random requests. With a small vocabulary it often finds drafts.
 
-    ahead: steps are planned before the one in flight is finished, and there are no drafts. sink gets every
+    ahead: steps are planned before the one in flight is finished, and there are no drafts. sink: is called with every
     batch; `batches` keeps them.
     """
 
@@ -127,7 +127,7 @@ class Storm:
         return rid
 
     def act(self) -> None:
-        """One random thing, then a step."""
+        """One random action, then a step."""
         r, core = self.random, self.core
         op = r.choices("afergnxi", [8, 2, 1, 0.4, 2, 0.5, 20, 1])[0]
         running = [s for q in core.scheduler.running for s in q.live]
@@ -165,7 +165,7 @@ class Storm:
             core.snapshot()
 
     def drain(self) -> None:
-        """Finish all that is left."""
+        """Finish all requests."""
         self._fail = ""
         while self.core.has_work:
             self.core.step()

@@ -281,7 +281,7 @@ def test_builtin_model(builtin_model: ModelFiles) -> None:
     reports: list[tuple[int, int]] = []
 
     def report(done: int, total: int, what: str) -> None:
-        assert threading.current_thread() is caller  # whoever emits events from it need not lock
+        assert threading.current_thread() is caller  # an event can be emitted from it without a lock
         reports.append((done, total))
 
     caller = threading.current_thread()

@@ -90,7 +90,7 @@ def test_hits_that_nobody_holds_count_against_what_is_free() -> None:
         hits = books.paging.lookup(seq)
         assert hits == [1, 2, 3] and books.refs(hits) == [0, 0, 0]
         assert books.paging.blocks_to_admit(seq, hits, len(seq)) == need
-    # The gate of the scheduler asks first. Whoever does not ask gets False and an unchanged pool.
+    # The scheduler checks this before. Without the check, grow returns False and changes nothing.
     books.paging.admit(seq, hits, books.flight)
     before = books.pool.eviction_order(), len(books.pool.events)
     assert not books.grow(seq, len(seq)) and seq.table == hits

@@ -77,7 +77,7 @@ class PagingMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.pending)
     @rule(tokens=st.lists(st.integers(0, 1), min_size=6, max_size=6))
     def execute(self, tokens: list[int]) -> None:
-        """Copies, writes, commit, as a runner and the core do it; whoever is through samples."""
+        """Copies, writes and commit, as in a runner and the core. A sequence that is computed samples."""
         for _, src, dst in self.books.flight.copies:
             self.kv[dst] = list(self.kv[src])
         for seq, end in self.pending.items():
@@ -100,7 +100,7 @@ class PagingMachine(RuleBasedStateMachine):
         self.books.begin_step()
 
     def _give_up(self, seq: Sequence) -> None:
-        """Also whoever shared a block that will not be written."""
+        """Also preempts the sequences that share a block that will not be written."""
         self.pending.pop(seq, None)
         sharers = self.books.retract(seq)
         self.paging.release(seq)

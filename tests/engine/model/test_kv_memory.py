@@ -17,7 +17,7 @@ CACHE = CacheSize(36, 8, 128, 2, 16, 1001)
 
 
 def card(blocks: int, tried: list[int]) -> Callable[[CacheSize, torch.device, torch.dtype], Kv]:
-    """Has memory for so many blocks."""
+    """Has memory for this number of blocks."""
 
     def zeros(cache: CacheSize, device: torch.device, dtype: torch.dtype) -> Kv:
         tried.append(cache.num_blocks)

@@ -64,7 +64,7 @@ class Busy:
         self.used: list[int] = []
 
     def load(self) -> float:
-        """The mean since the last call, as ForeignLoad tells it."""
+        """The mean since the last call, like ForeignLoad."""
         mean, passed = self._busy, self.now - self._seen
         self._busy, self._seen = 0.0, self.now
         return mean / passed

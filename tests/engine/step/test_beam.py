@@ -19,7 +19,7 @@ from tests.engine.rig import Rig, best_beam, prompt
 from tests.engine.tiny import CPU64, LLAMA, QWEN3, hf_model, random_weights
 
 ENDS = (3, 5, 11, 17, 29, 33, 48, 50, 60, 77, 81, 93, 101, 120, 144, 150, 171, 190)
-"""So many that hypotheses end early and better ones displace them."""
+"""Enough that hypotheses end early and better ones replace them."""
 
 
 def judge(rig: Rig, request: Request) -> None:

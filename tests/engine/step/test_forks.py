@@ -26,7 +26,7 @@ def truth(request: Request, count: int, vocab: int = 1000) -> list[list[int]]:
 
 @pytest.mark.conformance(102)
 def test_four_samples_hold_the_prompt_once_and_copy_only_its_partial_block() -> None:
-    """40 tokens are 2 full blocks and 8 slots of a third; whoever writes that last keeps it."""
+    """40 tokens are 2 full blocks and 8 slots of a third. The last writer of the third block keeps it."""
     rig = Rig()
     request = rig.add(prompt(40), 20, n=4)
     rig.step()

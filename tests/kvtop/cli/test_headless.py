@@ -69,7 +69,7 @@ def test_the_summary_is_the_pinned_one() -> None:
     assert cache["query_tokens"] == cold["prompt_tokens"] + hit["prompt_tokens"]
     assert cache["hit_rate"] == round(cache["hit_tokens"] / cache["query_tokens"], 6)
     assert reported["usable_blocks"] == reported["num_blocks"] - 1
-    # The second prompt reads the first one's blocks, so it alone tells the most that were held.
+    # The second prompt reads the blocks of the first one, so it alone gives the peak.
     tokens = max(r["prompt_tokens"] for r in (cold, hit)) + 4
     assert reported["peak_blocks"] == -(-tokens // reported["block_size"])
     assert reported["slots_held"] == reported["peak_blocks"] * reported["block_size"]

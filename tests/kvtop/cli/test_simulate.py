@@ -67,7 +67,7 @@ def test_recorded_twice_it_is_the_same_but_for_the_date(tmp_path: Path) -> None:
     assert len(first) == len(again)
     differ = [a for a, b in zip(first, again, strict=True) if a != b]
     assert len(differ) == 1
-    assert b"EngineStarted" in differ[0], "it tells when it started"
+    assert b"EngineStarted" in differ[0], "it has the time of the start"
 
 
 def test_without_json_a_load_ends_in_a_few_figures() -> None:

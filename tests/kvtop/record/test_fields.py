@@ -19,7 +19,7 @@ MOST = 2
 
 MEASURED = "measured; no other event says it"
 NAMED = "a name; nothing follows from it"
-ASKED = "a wish of whoever asked, which leaves no trace elsewhere"
+ASKED = "a parameter of the caller, on which no other event depends"
 DECIDED = "the scheduler's own decision, of which the stream has only the outcome"
 BOUNDED = "only within bounds: "
 UNPROVEN = {

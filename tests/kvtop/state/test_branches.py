@@ -1,4 +1,4 @@
-"""Samples, beams and drafts as the dashboard's state, the summary, the prompt box and stdout tell them."""
+"""Samples, beams and drafts in the dashboard's state, the summary, the prompt box and on stdout."""
 
 from __future__ import annotations
 

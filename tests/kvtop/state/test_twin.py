@@ -29,7 +29,7 @@ def follow(twin: NaiveTwin, batch: ev.StepBatch) -> None:
 
 
 class Slots:
-    """A memory of single slots: whoever comes takes the first gap that is long enough, or waits."""
+    """A memory of single slots: each sequence takes the first gap that is long enough, or waits."""
 
     def __init__(self, slots: int, length: int) -> None:
         self.owner: list[int | None] = [None] * slots
