@@ -169,7 +169,8 @@ class KvtopApp(OrderedApp):
         self.main.caption_rows = 3 if session.play is not None else 0
         self.paint()
         if session.engine is None:
-            self.tick()
+            if session.source.loading is None:  # else the clock goes on with it, once this frame is out
+                self.tick()
         else:
             # The engine's imports hold the interpreter for a while: let the frame go out before.
             self.set_timer(FIRST_FRAME, session.start)
