@@ -85,7 +85,8 @@ class Layout:
         low = int(per_cell)
         mixed = per_cell < 10 and per_cell != low
         scale = f"{low} or {low + 1}" if mixed else f"{per_cell:,.0f}"
-        return f"{scale} blocks a cell, majority"
+        text = f"{scale} blocks a cell"
+        return f"{text}, majority" if self.width >= 46 else text
 
     def pixel_of(self) -> NDArray[np.int64]:
         """[n] pixel of each block, block id - 1 as the index."""

@@ -54,6 +54,11 @@ FIGURES: dict[type[Widget], tuple[str, tuple[Definition, ...]]] = {
                 "was under way when the cold one arrived.",
             ),
             ("▌", "This stretch of the prompt was read from the cache."),
+            (
+                "kept as text",
+                "The prompt has the name of a special token, like <|im_end|>, which is marked. It was encoded as plain "
+                "text and ends no turn. With --allow-special-tokens it acts as that token.",
+            ),
         ),
     ),
     BlockMap: (

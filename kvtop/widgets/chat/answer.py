@@ -29,6 +29,8 @@ class Passage:
     text: str
     starts: list[int]
     first: int
+    names: tuple[tuple[int, int], ...] = ()
+    """Where the text has the name of a special token: (start, end) of each."""
 
     def token(self, char: int) -> int:
         """Index in the sequence of the token that character belongs to."""

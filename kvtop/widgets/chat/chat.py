@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import TYPE_CHECKING, ClassVar
 
 from rich.cells import cell_len
@@ -265,32 +266,32 @@ class Chat(Lines):
     def _painted(self, line: Line, table: list[int]) -> Row:
         row = list(line.lead)
         if line.passage is not None:
-            row += self._told(line, table)
+            row += self._text(line, table)
         if line.fold and line.passage is not None:
             used = sum(cell_len(t) for t, _ in row) + sum(cell_len(t) for t, _ in line.parts)
             row.append((" " * max(0, self.size.width - used), line.style))
         return (*row, *line.parts)
 
-    def _told(self, line: Line, table: list[int]) -> list[Part]:
-        """The slice of the passage, its linked tokens marked."""
+    def _text(self, line: Line, table: list[int]) -> list[Part]:
+        """The slice of the passage. Linked tokens and names of special tokens are marked."""
         passage = line.passage
         assert passage is not None
         text = passage.text[line.start : line.end].replace("\n", " ")
-        if not self.link or not text or not table:
+        names = [(a, b) for a, b in passage.names if a < line.end and b > line.start]
+        linked = bool(self.link and table)
+        if not text or not (linked or names):
             return [(text, line.style)]
-        lit = line.style + self.palette.on("select")
-        parts: list[Part] = []
-        run, bright = 0, False
-        for i in range(len(text) + 1):
-            here = False
-            if i < len(text):
-                index = passage.token(line.start + i) // self._block_size
-                here = index < len(table) and table[index] in self.link
-            if i == len(text) or here != bright:
-                if i > run:
-                    parts.append((text[run:i], lit if bright else line.style))
-                run, bright = i, here
-        return parts
+        lit, name = line.style + self.palette.on("select"), line.style + self.ink("warning")
+
+        def style(char: int) -> Style:
+            index = passage.token(char) // self._block_size
+            if linked and index < len(table) and table[index] in self.link:
+                return lit
+            return name if any(a <= char < b for a, b in names) else line.style
+
+        chars = zip(text, map(style, range(line.start, line.end)), strict=True)
+        runs = groupby(chars, key=lambda pair: id(pair[1]))
+        return [("".join(c for c, _ in run), run[0][1]) for run in (list(group) for _, group in runs)]
 
     # ------------------------------------------------------------------- pointing and scrolling
 
@@ -303,7 +304,7 @@ class Chat(Lines):
             if span is None:
                 continue
             first, last = span
-            text = "".join(part for part, _ in (self._told(line, []) if line.passage else line.parts))
+            text = "".join(part for part, _ in (self._text(line, []) if line.passage else line.parts))
             lead = sum(len(part) for part, _ in line.lead)
             chosen = text[max(0, first - lead) : len(text) if last == -1 else max(0, last - lead)]
             if before is not None:

@@ -6,7 +6,8 @@ cells are where `Chat` draws them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -114,14 +115,32 @@ class Layouter:
             yield line
         if more > 1:
             yield Line([(" " * indent, bold)], [(f"… {more} more lines ▸", self.ink("muted"))], fold=True)
+        yield from self._names_line(question, indent)
 
     def _question(self, view: RequestView) -> Passage:
         turns = [s for s in view.spans if s[2] == "user"]
         start, end = (turns[-1][0], turns[-1][1]) if turns else (0, len(view.prompt_token_ids))
         if not view.prompt_token_ids:
             return Passage(f"{count(view.prompt_tokens)} tokens, text {NOT_HERE}", [0], 0)
+        return self._passage(view, start, end)
+
+    def _passage(self, view: RequestView, start: int, end: int) -> Passage:
+        """Tokens start to end of the prompt as text, with the names of special tokens in it."""
         text, starts = spelled(self.state.vocabulary.piece(t) for t in view.prompt_token_ids[start:end])
-        return Passage(text, starts, start)
+        started = self.state.started
+        names = started.knobs.special_tokens if started is not None else []
+        return Passage(text, starts, start, names_in(text, names))
+
+    def _names_line(self, passage: Passage, indent: int) -> Iterator[Line]:
+        """What became of the special tokens that this text names."""
+        if not passage.names or self.state.started is None:
+            return
+        acts = self.state.started.knobs.allow_special_tokens
+        found = dict.fromkeys(passage.text[a:b] for a, b in passage.names)
+        words = f"{', '.join(found)}: {'special, acts as a token' if acts else 'kept as text'}"
+        yield Line(
+            [(" " * indent, self.ink("text"))], [(cut(words, max(1, self.width - indent)), self.ink("muted"))]
+        )
 
     def _answer(self, view: RequestView) -> Answer:
         answer, room = self.sheet.answer, max(1, self.width - INDENT)
@@ -146,17 +165,15 @@ class Layouter:
         return Line(lead, [(text, self.ink("muted"))], fold=True)
 
     def _unfolded(self, view: RequestView, page: PromptSpan) -> Iterator[Line]:
-        text, starts = spelled(
-            self.state.vocabulary.piece(t) for t in view.prompt_token_ids[page[0] : page[1]]
-        )
-        passage = Passage(text, starts, page[0])
-        for start, end in wrap(text, max(1, self.width - INDENT)):
+        passage = self._passage(view, page[0], page[1])
+        for start, end in wrap(passage.text, max(1, self.width - INDENT)):
             cached = passage.token(start) < view.cached_tokens
             lead = [
                 (" " * (INDENT - 1), self.ink("text")),
                 ("▌" if cached else "│", self.ink("hit" if cached else "muted")),
             ]
             yield Line(lead, passage=passage, start=start, end=end, style=self.ink("muted"))
+        yield from self._names_line(passage, INDENT)
 
     def _cost(self, view: RequestView) -> list[Part]:
         """ "cold · computed 1,040 tokens · 690 ms" and its other forms."""
@@ -199,6 +216,14 @@ class Layouter:
         for line in plain(shown, self.width - INDENT) if shown else ("",):
             yield Line([(lead, self.ink("muted"))], [(line, self.ink("text"))])
             lead = " " * INDENT
+
+
+def names_in(text: str, names: Sequence[str]) -> tuple[tuple[int, int], ...]:
+    """(start, end) of each name in the text. Of names that begin at one place, the longest."""
+    shown = sorted({safe_text(name) for name in names if name}, key=len, reverse=True)
+    if not shown or not text:
+        return ()
+    return tuple(found.span() for found in re.finditer("|".join(map(re.escape, shown)), text))
 
 
 def _tokens(number: int) -> str:

@@ -124,7 +124,9 @@ class DevicePanel(Panel):
             looks = (("█", "device"), ("▓", "cached"), ("▒", "muted"))
             bars = [(glyph * n, self.ink(name)) for n, (glyph, name) in zip(cells, looks, strict=True)]
             rows.append((("  of it".ljust(_LABEL), muted), *bars))
-            split += [("  ▒ other ", muted), (size(other), text)]
+            rest: list[Part] = [("  ▒ other ", muted), (size(other), text)]
+            if sum(len(word) for word, _ in split + rest) <= width:
+                split += rest
         return [*rows, tuple(split)]
 
 

@@ -52,7 +52,7 @@ class EvictionsPanel(Scrolling):
                 self.ink("evicted") if state.pool.evictions else None,
             ),
             ("now", rate(state.series.evictions.now(now), "/s"), None),
-            ("next out", " ".join(f"·{block}" for block in state.pool.next_out(3)) or NONE, None),
+            ("next out", " ".join(map(str, state.pool.next_out(3))) or NONE, None),
         )
         if not state.pool.evictions:
             return [head, self.say("nothing was evicted yet")]

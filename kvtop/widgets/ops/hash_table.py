@@ -25,7 +25,7 @@ _COLUMNS = (
     Column("refs", 4, right=True, keep=4),
     Column("hits", 4, right=True, keep=3),
     Column("used", 7, right=True, keep=2),
-    Column("tokens as text", 12, grow=1, keep=5),
+    Column("text", 12, grow=1, keep=5),
 )
 
 
@@ -39,7 +39,7 @@ class HashTablePanel(Scrolling):
         ("refs", "Requests or branches that refer to it now; at 0 it may be evicted."),
         ("hits", "Look-ups that read its present content."),
         ("used", "Time since it was last written, read or given back."),
-        ("tokens as text", "What its tokens spell."),
+        ("text", "What its tokens spell."),
     )
 
     def rows(self, state: DashboardState, now: float, width: int, height: int) -> list[Row]:

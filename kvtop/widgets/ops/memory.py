@@ -77,9 +77,9 @@ class MemoryPanel(Panel):
             (pool.free * size, "·", self.ink("free")),
         )
 
-        def of(blocks: int) -> tuple[str, str]:
+        def of(blocks: int) -> tuple[str, ...]:
             short = f"{count(blocks)} of {count(usable)}"
-            return f"{short} blocks", short
+            return f"{short} blocks", short, count(blocks)
 
         peak = (f"{of(pool.peak_blocks)[0]}, {count(pool.peak_filled)} slots filled", *of(pool.peak_blocks))
         of_slots = f"{count(filled)} of {count(slots)}"
@@ -87,7 +87,7 @@ class MemoryPanel(Panel):
             ("referenced", _share(pool.active, usable), of(pool.active), "text"),
             ("peak", _share(pool.peak_blocks, usable), peak, "text"),
             ("cached", _share(pool.cached, usable), of(pool.cached), "cached"),
-            ("filled", _share(filled, slots), (f"{of_slots} slots", of_slots), "active"),
+            ("filled", _share(filled, slots), (f"{of_slots} slots", of_slots, count(filled)), "active"),
             ("paged waste", _waste(filled, held), _held(held), "text"),
         )
         return [self._bar("paged", parts, width), *(self._line(width, *line) for line in lines)]
@@ -137,7 +137,7 @@ class MemoryPanel(Panel):
 
 
 def _share(part: int, whole: int) -> str:
-    return percent(part, whole) if part else "none"
+    return "<1 %" if 0 < part * 100 < whole else percent(part, whole) if part else "none"
 
 
 def _held(slots: int) -> tuple[str, ...]:

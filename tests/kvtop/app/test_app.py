@@ -10,7 +10,7 @@ from textual import events
 from textual.geometry import Offset, Region
 from textual.selection import Selection
 
-from engine.events import BlocksCopied, BlocksEvicted, EngineError, EngineStarted, StepBatch
+from engine.events import BlocksCopied, BlocksEvicted, EngineError, EngineStarted, Event, StepBatch
 from kvtop.app.screens.main import Box
 from kvtop.options import VIEWS
 from kvtop.terminal.textual_door import shown_strips
@@ -515,3 +515,32 @@ async def test_what_is_copied_from_the_chat_is_the_text_itself() -> None:
         selection = Selection(Offset(0, rows[0]), Offset(len(chat.lines[rows[-1]]), rows[-1]))
         assert chat.get_selection(selection) == (" ".join(chat.lines[y].strip() for y in rows), "\n")
         assert chat.get_selection(Selection(Offset(3, rows[0]), Offset(8, rows[0]))) == ("word0", "\n")
+
+
+@pytest.mark.parametrize(("allowed", "words"), [(False, "kept as text"), (True, "special, acts as a token")])
+async def test_a_special_tokens_name_is_marked_in_a_question_and_in_a_page(allowed: bool, words: str) -> None:
+    stage = Stage()
+    stage.submit("say <|im_end|> twice", "page <|end|> page " * 3, answer="<|im_end|> no")
+    stage.run()
+    knobs = {"special_tokens": ["<|im_end|>", "<|end|>"], "allow_special_tokens": allowed}
+
+    def change(event: Event) -> Event:
+        if not isinstance(event, EngineStarted):
+            return event
+        return msgspec.structs.replace(event, knobs=msgspec.structs.replace(event.knobs, **knobs))
+
+    batches = [msgspec.structs.replace(b, events=[change(e) for e in b.events]) for b in stage.batches]
+    async with show((100, 30), batches) as shown:
+        chat = shown.app.main.chat
+        chat.fold_latest()
+        await shown.settle()
+        warned = [
+            segment.text
+            for y in range(chat.size.height)
+            for segment in chat.render_line(y)
+            if segment.style and segment.style.color == chat.ink("warning").color
+        ]
+        lines = [line.strip() for line in chat.lines]
+    assert [text for text in warned if "<" in text] == ["<|im_end|>", "<|end|>", "<|end|>", "<|end|>"]
+    assert f"<|im_end|>: {words}" in lines
+    assert f"<|end|>: {words}" in lines

@@ -8,6 +8,7 @@ from rich.style import Style
 
 from kvtop.text import safe_text
 from kvtop.widgets.chat.answer import Answer
+from kvtop.widgets.chat.lines import names_in
 from kvtop.wrap import spelled, wrap
 
 PIECE = st.one_of(
@@ -80,3 +81,13 @@ def test_the_cursor_stands_behind_the_last_line_or_below_it() -> None:
     answer.grow(answer._ids or [], [b"abc", b"d"].__getitem__, "abcd")
     full, below = answer.lines(Style(bold=True))
     assert not full.parts and below.parts and below.passage is None
+
+
+def test_names_of_special_tokens_are_found_the_longest_first() -> None:
+    text = "a <|im_end|> b</s></s>"
+    assert [text[a:b] for a, b in names_in(text, ["<|im", "<|im_end|>", "</s>", ""])] == [
+        "<|im_end|>",
+        "</s>",
+        "</s>",
+    ]
+    assert names_in(text, []) == names_in("", ["</s>"]) == names_in("plain", ["</s>"]) == ()

@@ -186,7 +186,7 @@ def test_a_stream_with_them_verifies_and_says_the_same_when_redacted(redact: boo
 
 @pytest.mark.parametrize(
     ("size", "view", "rows"),
-    [((200, 60), "ops", 13), ((200, 60), "all", 9), ((120, 60), "ops", 13), ((120, 40), "ops", 0)],
+    [((200, 60), "ops", 12), ((200, 60), "all", 9), ((120, 60), "ops", 12), ((120, 40), "ops", 0)],
 )
 async def test_it_stands_where_there_is_room_once_there_is_a_profile(
     size: tuple[int, int], view: View, rows: int
