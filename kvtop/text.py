@@ -99,11 +99,6 @@ def symbols(text: str) -> str:
     return text
 
 
-def cell_width(text: str) -> int:
-    """Cells that safe text without newlines takes on the screen."""
-    return cell_len(text)
-
-
 def cut(text: str, width: int) -> str:
     """Safe text cut to at most `width` cells. The last cell is `…` if something was cut off."""
     if cell_len(text) <= width:

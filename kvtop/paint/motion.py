@@ -1,8 +1,8 @@
-"""Motion: marks that lie over the true state for a moment, and never delay it.
+"""Motion: marks over the true state for a moment, which never delay it.
 
 Owns what flashes at an instant of the wall clock: the sweep of a hit (left to right over the prompt's
 blocks, at most 400 ms, up to the first miss), evictions (600 ms), copies. It reads DashboardState's
-moments and changes nothing. Invariant: with `still` (--no-motion) nothing moves; marks stand for a second.
+moments and changes nothing. Invariant: with `still` (--no-motion) nothing moves, and a mark stays for a second.
 """
 
 from __future__ import annotations

@@ -97,8 +97,8 @@ def picture(
         raise SetupError("--at counts seconds from the recording's start: 0 or more")
     chosen = theme or themes.DEFAULT
     themes.find(chosen)
-    batches, goes_on = _until(Path(recording), at)
-    moment = at if at is not None and goes_on else batches[-1].t
+    batches, more_follow = _until(Path(recording), at)
+    moment = at if at is not None and more_follow else batches[-1].t
     with _own_colours():
         return asyncio.run(
             _picture(batches, moment, size, Options(theme=chosen, view=view, motion=motion), format)

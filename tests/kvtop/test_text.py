@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.cells import cell_len
 
-from kvtop.text import cell_width, cut, fit, safe_text
+from kvtop.text import cut, fit, safe_text
 
 SURROGATES = st.characters(categories=["Cs"])
 NASTY = st.text(
@@ -47,15 +47,15 @@ def test_idempotent(text: str, newlines: bool) -> None:
 @given(NASTY)
 def test_width_is_the_sum_of_its_characters(text: str) -> None:
     safe = safe_text(text)
-    assert cell_width(safe) == sum(cell_len(c) for c in safe)
+    assert cell_len(safe) == sum(cell_len(c) for c in safe)
 
 
 @given(NASTY, st.integers(-1, 30))
 def test_fit_and_cut_keep_to_the_cells(text: str, width: int) -> None:
     safe = safe_text(text)
-    assert cell_width(fit(safe, width)) == max(width, 0)
-    assert cell_width(cut(safe, width)) <= max(width, 0)
-    if cell_width(safe) <= width:
+    assert cell_len(fit(safe, width)) == max(width, 0)
+    assert cell_len(cut(safe, width)) <= max(width, 0)
+    if cell_len(safe) <= width:
         assert cut(safe, width) == safe
 
 

@@ -56,10 +56,10 @@ PLACED = frozenset(ORDER) | frozenset(
 NARROW, SMALL_ROWS, SMALL_OPS_ROWS = 60, 20, 12
 """Below these columns and rows there is only the chat; view ops, which has none, needs fewer rows."""
 SIDE_BY_SIDE = 100
-"""From so many columns on chat, map and queues stand beside each other."""
+"""From this number of columns on, chat, map and queues are next to each other."""
 WIDE = 140
 _TOP_GOOD = {"chat": 12, "ops": 12, "all": 18}
-"""Rows of chat, map and queues before graphs and tables get any, where these stand side by side."""
+"""Rows of chat, map and queues before graphs and tables get any, if the three are next to each other."""
 _TOP_WANTS = 21
 
 
@@ -90,7 +90,7 @@ class Plan:
     sizes: dict[str, tuple[int, int]] = field(default_factory=dict)
     """(columns, rows) of every widget that is shown, by its id; what is not in here is hidden."""
     stacked: frozenset[str] = frozenset()
-    """Containers whose members stand one above the other."""
+    """Containers whose members are one above the other."""
 
 
 def is_tiny(width: int, height: int, view: View) -> bool:
@@ -161,7 +161,7 @@ def _arrange_tiny(plan: Plan, asked: Asked, width: int, rows: int) -> None:
 
 
 def _arrange_side(plan: Plan, asked: Asked, width: int, rows: int) -> None:
-    """Chat, map and queues beside each other; look-up, graphs and tables below."""
+    """Chat, map and queues next to each other; look-up, graphs and tables below."""
     view, chatty = asked.view, asked.view != "ops"
     queues, graphs = view != "chat", view != "chat"
     least = max(ORDER[name].least for name in ("chat-box", "map-box", "queues-box"))
@@ -210,18 +210,18 @@ def _arrange_side(plan: Plan, asked: Asked, width: int, rows: int) -> None:
 
 
 def _arrange_stack(plan: Plan, asked: Asked, width: int, rows: int) -> None:
-    """One above the other. In view all, and where rows are few, the queues stand beside the map."""
+    """One above the other. In view all, and where rows are few, the queues are next to the map."""
     chatty, queues = asked.view != "ops", asked.view != "chat"
-    beside = queues and (chatty or rows < ORDER["map-box"].least + ORDER["queues-box"].least)
+    narrow_queues = queues and (chatty or rows < ORDER["map-box"].least + ORDER["queues-box"].least)
     bands = [("map-box", ORDER["map-box"])]
     bands += [("left", ORDER["detail-box" if asked.selected else "chat-box"])] * (chatty or asked.selected)
-    bands += [("queues-box", ORDER["queues-box"])] * (queues and not beside)
+    bands += [("queues-box", ORDER["queues-box"])] * (queues and not narrow_queues)
     bands += [("strip-box", ORDER["strip-box"])] * chatty
     bands += [("log-box", ORDER["log-box"])] * asked.logs
     bands += [(name, ORDER[name]) for name in ("graphs", "tables") if queues]
     given = share(rows, bands)
     pool = given["map-box"]
-    if beside:
+    if narrow_queues:
         left, right = split(width, (1, 1))
         plan.sizes["map-box"] = left, pool
         _stack(plan, "side", right, {"queues-box": pool})

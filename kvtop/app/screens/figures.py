@@ -1,6 +1,6 @@
 """What the figures outside the panels mean: header, chat, map, look-up strip, step line, block.
 
-Panels carry their own definitions; these lines have many figures each and little room, so theirs stand
+Panels have their own definitions. These widgets have many figures and little room, so theirs are
 here, by widget. Invariant: every figure that the default view shows is defined once, with its unit.
 """
 
@@ -50,8 +50,8 @@ FIGURES: dict[type[Widget], tuple[str, tuple[Definition, ...]]] = {
             (
                 "17×",
                 "How many times sooner than the cold request that the lookup names. Compared only where the tokens "
-                "read are at least half of both prompts, neither was preempted or in slow motion, and nobody else "
-                "was under way when the cold one arrived.",
+                "read are at least half of both prompts, neither was preempted or in slow motion, and no other request "
+                "was running when the cold one arrived.",
             ),
             ("▌", "This stretch of the prompt was read from the cache."),
             (

@@ -43,7 +43,7 @@ MAP: tuple[tuple[str, str, str], ...] = (
 )
 """(palette entry, glyph, meaning), in the order of a block's life."""
 
-STORY = (
+ABOUT_BLOCKS = (
     "A block is a fixed piece of memory for the keys and values of a few tokens (16 unless --block-size says "
     "otherwise). A prompt is cut into blocks; each full block gets a hash that covers its tokens and all "
     "before them. A new prompt asks for its hashes from the left: blocks that are found are read, and the "
@@ -197,7 +197,7 @@ def sections(screen: Screen[Any]) -> list[Section]:
     out: list[Section] = []
     if focused is not None and _figures(focused):
         out.append(Section(f"{_title(focused)} (focused)", _figures(focused)))
-    out.append(Section("How to read the map", tuple((glyph, text) for _, glyph, text in MAP), STORY))
+    out.append(Section("How to read the map", tuple((glyph, text) for _, glyph, text in MAP), ABOUT_BLOCKS))
     out.append(Section("Keys", tuple(keys(screen))))
     own = tuple(keys(screen, editing=True))
     if own:

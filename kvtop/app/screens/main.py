@@ -1,8 +1,8 @@
-"""MainScreen: the dashboard. Where each widget stands at which size, and how pointing at one lights the others.
+"""MainScreen: the dashboard. Where each widget is at which size, and how pointing at one lights the others.
 
 Owns the view (chat, ops, all), the selected block and the focus rule: a live run starts with the prompt
 focused, Esc enters key mode, i or Enter returns. Invariant: at any size, down to 1 x 1, something
-sensible is shown and nothing raises.
+useful is shown and nothing raises.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from kvtop.widgets.bars.caption import Caption
 from kvtop.widgets.bars.header import Header
 from kvtop.widgets.bars.hint import Hint, KeyLine
 from kvtop.widgets.bars.step_line import StepLine
-from kvtop.widgets.base import story
-from kvtop.widgets.base.lines import Kept, Lines
+from kvtop.widgets.base import moment_text
+from kvtop.widgets.base.lines import KeepsLines, Lines
 from kvtop.widgets.base.panel import REFRESH
 from kvtop.widgets.chat import lookup
 from kvtop.widgets.chat.chat import Chat
@@ -57,17 +57,17 @@ if TYPE_CHECKING:
 
 
 ROUND = 0.25
-"""Seconds between two rounds at least, while figures change. On a CPU each round takes time from the engine."""
+"""Least seconds between two rounds while figures change. On a CPU each round takes time from the engine."""
 
-TOLD = 2.5
-"""Seconds that the line under the map tells of an eviction."""
-
-
-class Row(Kept, Horizontal):
-    """Widgets side by side."""
+EVICTION_SHOWN = 2.5
+"""Seconds for which the line under the map shows an eviction."""
 
 
-class Column(Kept, Vertical):
+class Row(KeepsLines, Horizontal):
+    """Widgets next to each other."""
+
+
+class Column(KeepsLines, Vertical):
     """Widgets one above the other."""
 
 
@@ -79,11 +79,11 @@ class Box(Column):
         self.widget = widget
         self._title = self._below = ""
         self._row: int | None = None
-        """The only one that differs, while a title changes."""
+        """While a title changes: the only row of the frame that differs."""
 
     def retitle(self, below: str = "") -> list[Region]:
-        """Take the widget's title over, and put `below` into the lower edge. Returns the rows of the frame
-        that differ, in the screen's coordinates."""
+        """Show the widget's title, and `below` in the lower edge. Returns the rows of the frame that differ, in
+        coordinates of the screen."""
         title = str(getattr(self.widget, "title", None) or getattr(self.widget, "TITLE", ""))
         if title == self._title and below == self._below:
             return []
@@ -104,13 +104,13 @@ class Box(Column):
     def refresh(
         self, *regions: Region, repaint: bool = True, layout: bool = False, recompose: bool = False
     ) -> Self:
-        """A new title is no reason to draw what stands in the frame."""
+        """A new title does not change what is in the frame."""
         if self._row is not None:
             regions = (Region(0, self._row, self.outer_size.width, 1).translate(-self.content_offset),)
         return super().refresh(*regions, repaint=repaint, layout=layout, recompose=recompose)
 
 
-class MainScreen(Kept, Screen[None]):
+class MainScreen(KeepsLines, Screen[None]):
     """`paint` shows a state; `selected` is the block whose details are shown."""
 
     AUTO_FOCUS = None
@@ -161,7 +161,7 @@ class MainScreen(Kept, Screen[None]):
     # ------------------------------------------------------------------------------- structure
 
     def compose(self) -> ComposeResult:
-        """Everything that any view has; `place_panels` shows what fits."""
+        """All widgets of all views. `place_panels` shows those that fit."""
         yield self.header
         with Row(id="top"):
             with Column(id="left"):
@@ -178,7 +178,7 @@ class MainScreen(Kept, Screen[None]):
         with Row(id="graphs"):
             for panel, name in ((TtftPanel, "ttft"), (ItlPanel, "itl"), (ThroughputPanel, "throughput")):
                 yield Box(panel(), id=f"{name}-box")
-            # in place of the one beside the map where that has no row to spare
+            # instead of the one next to the map, if there are too few rows
             yield Box(MemoryPanel(), id="memory-low-box")
             yield Box(DevicePanel(), id="device-box")
         with Row(id="tables"):
@@ -332,7 +332,7 @@ class MainScreen(Kept, Screen[None]):
         return self.focused is self.prompt
 
     def on_descendant_focus(self) -> None:
-        """The last line tells the keys of the mode, also while nothing else moves."""
+        """The last line shows the keys of the mode, also while nothing else changes."""
         self.key_line.wake()
 
     def on_descendant_blur(self) -> None:
@@ -395,11 +395,11 @@ class MainScreen(Kept, Screen[None]):
         if copies:
             return "copied " + ", ".join(f"{src}→{dst}" for src, dst in copies[-3:])
         for moment in islice(reversed(state.moments), 64):
-            if now - moment.t > TOLD:
+            if now - moment.t > EVICTION_SHOWN:
                 break
             if moment.kind == "evicted":
                 room = max(20, self.map_box.size.width - 6)
-                return cut(story.tell(state, story.fold([moment])[0], room), room)
+                return cut(moment_text.describe(state, moment_text.fold([moment])[0], room), room)
         return ""
 
     @on(BlockMap.Pointed)

@@ -1,6 +1,6 @@
-"""Caption: what a demo tells its reader, and which key goes on.
+"""Caption: the text of a demo, and the key that continues it.
 
-Owns only the words; as many rows as it is given.
+Owns only the words. It has the rows that it gets.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Caption(Lines):
         self.then = ""
 
     def paint(self, state: DashboardState, now: float) -> None:
-        """The text, wrapped; the key behind it."""
+        """The text, wrapped; then the key."""
         width = self.size.width
         text = safe_text(self.says)
         rows: list[list[Part]] = [

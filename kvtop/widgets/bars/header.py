@@ -1,7 +1,7 @@
 """Header: one line that says which engine this is and how it is doing.
 
-Owns which figures leave first when the line is narrow. Figures that the source cannot know are left
-out; badges (LIVE, REPLAY, SLOW, ...) always stay.
+Owns the order in which figures are left out if the line is narrow. Figures that the source cannot know are left out.
+Badges (LIVE, REPLAY, SLOW, …) always stay.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Badge:
 
 
 class Header(Lines):
-    """`badges` are set by whoever drives the source."""
+    """The application sets `badges`."""
 
     def __init__(self, *, id: str | None = None) -> None:
         super().__init__(id=id)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Hint(Lines):
-    """`says` and `why` come from whoever knows what Enter does; `warns` colours it."""
+    """The application sets `says` and `why`. `warns`: in the colour of warnings."""
 
     def __init__(self, *, id: str | None = None) -> None:
         super().__init__(id=id)
@@ -37,11 +37,11 @@ class Hint(Lines):
         right = self._left(state)
         room = width - 3 - (cell_len(right) + 3 if right else 0)
         below = ""
-        if (
-            height > 1 and cell_len(self.says) > room
-        ):  # the sentence in one piece, the figure beside its reason
+        if height > 1 and cell_len(self.says) > room:  # the sentence whole, the figure after its reason
             right, below, room = "", right, width - 3
-        if room < 24 or (height == 1 and cell_len(self.says) > room):  # its end is its point
+        if room < 24 or (
+            height == 1 and cell_len(self.says) > room
+        ):  # the end of the sentence is the important part
             right, room = "", width - 3
         muted = self.ink("muted")
         parts: list[Part] = [

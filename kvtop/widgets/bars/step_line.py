@@ -1,4 +1,4 @@
-"""StepLine: the last step's token budget as a bar, the time between tokens, and who is next out.
+"""StepLine: the last step's token budget as a bar, the time between tokens, and the blocks that go next.
 
 One row. Invariant: decode + prefill + unused of the bar is the budget; the sparkline leaves steps of slow
 motion out, as the series does.
@@ -24,7 +24,7 @@ _BARS = "▁▂▃▄▅▆▇█"
 _POINTS = 8
 """Newest gaps between tokens in the sparkline."""
 _LEAST = 40
-"""Cells of the budget's words and its shortest bar, beside the figures."""
+"""Cells of the budget's words and its shortest bar, without the figures."""
 
 
 class StepLine(Lines):

@@ -1,8 +1,8 @@
 """Graphs in rows of text: bars of eighth blocks, lines of braille dots, levels and an axis.
 
-Pure functions from columns of numbers to Rows; panels put them under their own figures. Invariants:
-one column of cells is one value (two for a line), NaN draws nothing, a value above the axis' foot
-is never invisible, and the axis ends in a round number so that the picture stays calm.
+Pure functions from columns of numbers to Rows. Invariants: one column of cells is one value (two for a line). NaN draws
+nothing. A value above the low end of the axis is always visible. The axis ends in a round number, so that it seldom
+changes.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ def _line(values: Floats, rows: int, scale: Scale) -> Cells:
         y = round(height)
         if previous is None or abs(y - previous) <= 1:
             steps = range(y, y + 1)
-        else:  # the neighbour's own dot is there already: join up to it only
+        else:  # up to the dot of the neighbour, which is there already
             steps = range(previous + 1, y + 1) if y > previous else range(y, previous)
         for step in steps:
             grid[step // 4][x // 2] |= _DOTS[step % 4][x % 2]
@@ -197,7 +197,7 @@ def graph(
     for level in levels:
         fraction = float(scale.fraction(np.array([level.value]))[0])
         y = height - 1 - min(height - 1, int(fraction * height))
-        if y in names:  # a line beside the axis' own label would be read as that value
+        if y in names:  # the label of the axis would be read as the value of this line
             continue
         cells[y] = _DOTTED
         looks[y] = _look(styles, level.style)
@@ -218,8 +218,8 @@ def graph(
 
 
 def _look(styles: list[Style], style: Style) -> int:
-    """Place of `style` in `styles`, which it enters if it is new. By identity: to compare two costs more than
-    to have one twice."""
+    """Index of `style` in `styles`, where a new one is added. Compared by identity: a comparison by value costs more
+    than an entry."""
     for place, known in enumerate(styles):
         if known is style:
             return place

@@ -1,9 +1,9 @@
 """Lines: the base of every painted widget, a list of finished rows with the Line API.
 
-Owns the strips. Invariants: a row that did not change keeps its Strip object, so Textual finds its
-ANSI text in the Strip's cache; only changed rows are refreshed; every Segment carries a Style (the
-NO_COLOR filter fails on None) with the widget's own background; a size of 0 x 0 is harmless.
-Borders and padding belong to the parent, because `render_lines` here skips Textual's styles cache.
+Owns the strips. Invariants: a row that did not change keeps its Strip object, which caches its ANSI text. Only changed
+rows are refreshed. Every Segment has a Style (the NO_COLOR filter fails on None) with the background of the widget. A
+size of 0 x 0 is allowed. Borders and padding belong to the parent, because `render_lines` does not use Textual's cache
+of styles.
 """
 
 from __future__ import annotations
@@ -27,32 +27,32 @@ if TYPE_CHECKING:
     from kvtop.state.dashboard import DashboardState
 
 Part = tuple[str, Style]
-"""Text without control characters (foreign text through `safe_text` first) and how it looks."""
+"""Text without control characters (foreign text goes through `safe_text` first) and its style."""
 
 _MOST_INKS = 512
 """Styles of one widget that are remembered."""
 
 Row = tuple[Part, ...]
-"""One line of a widget, left to right; shorter rows are padded, longer ones cut at the width."""
+"""One line of a widget from left to right. A short row is padded, a long one is cut at the width."""
 
 
 if TYPE_CHECKING:
     _Base = Widget
 else:
-    _Base = object  # Textual inherits styles from the first base that is a widget: this must not be one
+    _Base = object  # not a widget: Textual inherits styles from the first base that is one
 
 
-class Kept(_Base):
-    """Mixed into containers: what they rendered last is handed out again until they are refreshed.
+class KeepsLines(_Base):
+    """Mixin for containers: keeps the rendered lines until the container is refreshed.
 
-    Whenever anything changes, Textual renders all rows of all visible widgets; for frames and plain
-    containers that is most of a frame's cost, and they hardly ever differ.
+    After any change Textual renders all rows of all visible widgets. For frames and plain containers, which rarely
+    change, that would be most of the cost of a frame.
     """
 
     _last: tuple[Region, list[Strip]] | None = None
 
     def render_lines(self, crop: Region) -> list[Strip]:
-        """As the class beside this one renders them."""
+        """The lines of the other base class, rendered again only if something changed."""
         if self._last is None or self._last[0] != crop:
             self._last = crop, super().render_lines(crop)
         return self._last[1]
@@ -60,7 +60,7 @@ class Kept(_Base):
     def refresh(
         self, *regions: Region, repaint: bool = True, layout: bool = False, recompose: bool = False
     ) -> Self:
-        """Anything that changes the looks comes through here."""
+        """Every change of the looks calls this."""
         self._last = None
         return super().refresh(*regions, repaint=repaint, layout=layout, recompose=recompose)
 
@@ -73,52 +73,51 @@ class Kept(_Base):
 class Lines(Widget):
     """A widget that is a list of rows.
 
-    Subclasses implement `paint(state, now)`: called by the application's clock and after a change of
-    size or theme, it hands its rows to `set_rows` or `set_row`. Styles come from `self.palette`.
+    A subclass implements `paint(state, now)`, which gives its rows to `set_rows` or `set_row`. The application's clock
+    calls it, also after a change of size or theme. Styles come from `self.palette`.
     """
 
     DEFAULT_CSS = "Lines { width: 1fr; height: 1fr; }"
     ALLOW_SELECT = False
     MOVES: ClassVar[bool] = False
-    """It is also painted in the frames between two rounds, by `paint_between`."""
+    """`paint_between` also paints it in the frames between two rounds."""
 
     def __init__(self, *, id: str | None = None, classes: str | None = None) -> None:
         super().__init__(id=id, classes=classes)
         self._rows: list[Row | None] = []
         self._given: list[Iterable[Part] | None] = []
-        """Each row as it was handed over: the same object again is the same row."""
+        """Each row as the subclass gave it. The same object again is the same row."""
         self._elsewhere: dict[int, Strip] = {}
-        """While rows scroll: strips by the identity of the row they were made from."""
+        """While rows scroll: the strip of each row, by the identity of the row."""
         self._strips: list[Strip] = []
         self._finished: list[Strip] = []
-        """What was handed to the compositor last, filters applied."""
+        """What the compositor got last, after the filters."""
         self._finished_for: tuple[object, ...] = ()
         self._unfinished: set[int] = set()
         """Rows whose finished strip is out of date."""
         self.stale = True
-        """Something but the state changed (size, theme, selection): the next frame must paint it."""
+        """Something other than the state changed (size, theme, selection): the next frame must paint it."""
         self._palette: Palette | None = None
         self._named: dict[str, Style] = {}
         self._inks: dict[int, tuple[Style, Style]] = {}
-        """By the identity of a part's style: it, and how it looks over `base`."""
+        """By the identity of a style: the style, and `base` + style."""
         self._collected: list[Region] | None = None
         self.base = Style.null()
-        """The widget's own colours, under every part's style."""
+        """The colours of the widget. Every style is added to them."""
 
     @property
     def size(self) -> Size:
-        """Columns and rows. Without border and padding that is all of the widget, and known without asking
-        where it stands."""
+        """Columns and rows. There is no border and no padding, so this is the outer size."""
         return self.outer_size
 
     # ------------------------------------------------------------------------- for subclasses
 
     def paint(self, state: DashboardState, now: float) -> None:
-        """Show `state`; `now` is the display's clock in seconds (state.t, or later while motion runs)."""
+        """Show `state`. now: the display's clock in seconds (state.t, or later while something moves)."""
 
     @property
     def palette(self) -> Palette:
-        """Styles of the theme in force."""
+        """Styles of the current theme."""
         if self._palette is None:
             self._palette = self.app.palette  # type: ignore[attr-defined]
         return self._palette
@@ -132,16 +131,16 @@ class Lines(Widget):
 
     @property
     def lines(self) -> list[str]:
-        """What the rows say, without styles; each as wide as the widget."""
+        """The text of the rows. Each is as wide as the widget."""
         return [strip.text for strip in self._strips]
 
     def paint_between(self, state: DashboardState, now: float) -> None:
-        """What moves between two rounds, without any figure: a figure shows the moment of the last round. Only
-        called after `paint`."""
+        """Paint what moves between two rounds, but no figure: figures are those of the last round. `paint` was called
+        before."""
 
     def paint_into(self, state: DashboardState, now: float, between: bool = False) -> list[Region]:
-        """`paint` or `paint_between`, but the caller tells the screen: returns the regions that changed, in the
-        screen's coordinates. One refresh of the screen is much cheaper than one of every widget."""
+        """Call `paint` or `paint_between` without a refresh. Returns the regions that changed, in coordinates of the
+        screen: one refresh of the screen costs much less than one of every widget."""
         collected: list[Region] = []
         self._collected = collected
         try:
@@ -154,15 +153,15 @@ class Lines(Widget):
         return [region.translate(offset) for region in collected]
 
     def changed_at(self, *regions: Region) -> None:
-        """These parts of the widget look different now."""
+        """Refresh these regions of the widget."""
         if self._collected is None:
             self.refresh(*regions)
         else:
             self._collected += regions
 
     def set_rows(self, rows: Sequence[Iterable[Part]], scrolls: bool = False) -> None:
-        """Replace all rows; those beyond the height are dropped. scrolls: rows may be the same objects as
-        before in other places, which keep their strips then."""
+        """Replace all rows; those below the height are dropped. scrolls: a row object may have moved to another place,
+        and keeps its strip."""
         width, height = self.size
         self._elsewhere = dict(zip(map(id, self._given), self._strips, strict=True)) if scrolls else {}
         self.resize_rows(min(len(rows), height))
@@ -205,17 +204,19 @@ class Lines(Widget):
         return strip if cells <= width else strip.crop(0, width)
 
     def _over_base(self, style: Style) -> Style:
-        """`base + style`, remembered by the style's identity, since its hash costs as much as adding."""
+        """`base + style`, kept by the identity of the style, because its hash costs as much as the sum."""
         known = self._inks.get(id(style))
         if known is None:
             if len(self._inks) >= _MOST_INKS:
                 self._inks.clear()
-            known = self._inks[id(style)] = style, self.base + style  # held here, so no other takes its id
+            known = self._inks[id(style)] = (
+                style,
+                self.base + style,
+            )  # kept, so that no other style gets its id
         return known[1]
 
     def set_strip(self, y: int, strip: Strip) -> None:
-        """Lower level of `set_row`: a finished strip, exactly as wide as the widget. The caller
-        refreshes the region that changed."""
+        """Like `set_row`, with a finished strip of the width of the widget. The caller refreshes the region."""
         self._strips[y] = strip
         self._unfinished.add(y)
 
@@ -234,8 +235,7 @@ class Lines(Widget):
             self._strips += [blank] * (count - have)
 
     def forget(self) -> None:
-        """Drop what is known of the rows (theme or size changed): the next paint renews each. The
-        old strips stay on the screen until then."""
+        """Theme or size changed: the next paint makes every row again. Until then the old strips stay on the screen."""
         self._palette = None
         self._named.clear()
         self.base = self._current_base()
@@ -267,14 +267,13 @@ class Lines(Widget):
         self.refresh()
 
     def notify_style_update(self) -> None:
-        """Called by Textual after any change of styles; only one of colours matters here."""
+        """Textual calls this after any change of styles. Only colours matter here."""
         super().notify_style_update()
         if self.is_attached and self._current_base() != self.base:
             self.forget()
 
     def render_line(self, y: int) -> Strip:
-        """Row y at full width (Textual asks for it, and for no other, when the mouse selects text: it alone
-        says which character lies where)."""
+        """Row y at full width. Textual calls it only while the mouse selects text, to find the character under it."""
         if not self.allow_select:
             return self._strip_at(y, self.size.width, None)
         return self._strip_at(y, self.size.width, self.text_selection).apply_offsets(0, y)
@@ -288,10 +287,10 @@ class Lines(Widget):
         return strip
 
     def render_lines(self, crop: Region) -> list[Strip]:
-        """The kept strips through the application's filters (NO_COLOR, the terminal's own colours).
+        """The strips after the application's filters (NO_COLOR, the terminal's own colours).
 
-        Textual asks every visible widget for all its rows whenever anything on the screen changed, so
-        the finished list is kept too, and only rows that differ are finished again.
+        After any change Textual asks every visible widget for all its rows. So the filtered list is kept too, and only
+        changed rows are filtered again.
         """
         x, y, width, height = crop
         selection = self.text_selection if self.ALLOW_SELECT and self.allow_select else None
@@ -325,7 +324,7 @@ class Lines(Widget):
             return strip
         style = self.palette.on("select")  # Textual's own may have no foreground
         left, middle, right = strip.crop(0, first), strip.crop(first, last), strip.crop(last)
-        # The selection's own colours must win over those of the segments below.
+        # The colours of the selection replace those of the segments.
         chosen = [Segment(s.text, (s.style or self.base) + style) for s in middle]
         return Strip.join([left, Strip(chosen, last - first), right])
 

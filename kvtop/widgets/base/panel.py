@@ -1,9 +1,8 @@
 """Panel: the base of the figures around the map, one subject a panel.
 
-A panel is a pure function from DashboardState to Rows. It owns its title, the definition of every
-figure that it shows (what F1 on it tells) and which capability of the source they need. Invariants:
-it is painted anew only when state, size, theme or its own settings changed, and a figure that the
-source cannot know reads NOT_HERE, never 0.
+A panel is a pure function from DashboardState to Rows. It owns its title, the definition of every figure (F1 shows
+them) and the capability of the source that they need. Invariants: it is painted again only if the state, the size, the
+theme or its settings changed. A figure that the source cannot know is NOT_HERE, never 0.
 """
 
 from __future__ import annotations
@@ -21,14 +20,14 @@ if TYPE_CHECKING:
     from kvtop.state.dashboard import DashboardState
 
 REFRESH = 0.25
-"""Seconds after which ages are told anew although no batch came."""
+"""Seconds after which ages are painted again, also without a batch."""
 
 
 class Panel(Lines, can_focus=True):
-    """Subclasses give `rows`."""
+    """A subclass implements `rows`."""
 
     TITLE: ClassVar[str] = ""
-    """What the frame around it says."""
+    """Title of the frame."""
     FIGURES: ClassVar[tuple[tuple[str, str], ...]] = ()
     """(name, definition with its unit) of each figure, in the order of the screen."""
     NEEDS: ClassVar[str | None] = None
@@ -41,7 +40,7 @@ class Panel(Lines, can_focus=True):
         raise NotImplementedError
 
     def paint(self, state: DashboardState, now: float) -> None:
-        """Show `state` unless it is on the screen already."""
+        """Show `state`, if it is not on the screen yet."""
         width, height = self.size
         if not width or not height:
             return
@@ -70,11 +69,11 @@ class Panel(Lines, can_focus=True):
     # --------------------------------------------------------------------------- shared looks
 
     def say(self, text: str) -> Row:
-        """A line that stands for figures which are not there."""
+        """A line instead of figures that do not exist."""
         return ((text, self.ink("muted")),)
 
     def figures(self, width: int, *pairs: tuple[str, str, Style | None]) -> Row:
-        """`name value` pairs in one row: as many whole ones as fit, the first cut when none does."""
+        """`name value` pairs in one row, as many as fit. If not even the first fits, it is cut."""
         muted, plain = self.ink("muted"), Style.null()
         parts: list[Part] = []
         used = 0
@@ -106,7 +105,7 @@ class Scrolling(Panel):
     _most = 0
 
     def window(self, count: int, shown: int) -> range:
-        """Places of the entries to show when `count` exist and `shown` fit."""
+        """Places of the entries to show, if `count` exist and `shown` fit."""
         self._most = max(0, count - shown)
         self.first = min(self.first, self._most)
         return range(self.first, min(count, self.first + shown))

@@ -1,8 +1,8 @@
 """Tables as rows of text: columns that fit the width, without a DataTable.
 
-A column says how narrow it may get, who takes the spare width and who leaves first when there is
-too little. Invariants: every row is exactly as wide as asked for, a cell that is cut ends in "…",
-and a column is shown with at least its own width or not at all, unless it is the last one left.
+A column has a least width, a share of the spare width, and a rank that says which column is left out first.
+Invariants: every row has exactly the width asked for. A cell that is cut ends in "…". A column has at least its own
+width or is left out, except the last one.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ Cell = Part | tuple[Part, ...]
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """width: least cells. grow: share of the spare cells. keep: of the columns that do not fit
-    together the one with the lowest `keep` leaves first, of equals the rightmost."""
+    """width: least cells. grow: share of the spare cells. keep: the column with the lowest `keep` is left out first, of
+    equal ones the rightmost."""
 
     title: str
     width: int
@@ -31,7 +31,7 @@ class Column:
 
 
 def fit(columns: Sequence[Column], width: int) -> list[int]:
-    """Cells for each column, one blank between them not counted; 0 = left out."""
+    """Cells of each column, without the blank between two; 0: left out."""
     shown = list(range(len(columns)))
     while len(shown) > 1 and sum(columns[i].width for i in shown) + len(shown) - 1 > width:
         shown.remove(min(shown, key=lambda i: (columns[i].keep, -i)))
@@ -46,7 +46,7 @@ def fit(columns: Sequence[Column], width: int) -> list[int]:
 
 
 def table(columns: Sequence[Column], rows: Sequence[Sequence[Cell]], width: int, head: Style) -> list[Row]:
-    """A line of titles and a line a row."""
+    """A line of titles, then one line for each row."""
     widths = fit(columns, width)
     titles = [(column.title, head) for column in columns]
     return [_line(columns, widths, cells, width, head) for cells in (titles, *rows)]
@@ -82,7 +82,7 @@ def _cell(cell: Cell, width: int, right: bool, blank: Style) -> list[Part]:
 
 
 def cut(parts: Sequence[Part], width: int) -> list[Part]:
-    """The leading parts in exactly `width` cells, the last of them "…" where something was left out."""
+    """The parts in at most `width` cells. If they are cut, the last cell is "…"."""
     total = sum(cell_len(text) for text, _ in parts)
     if total <= width:
         return list(parts)
@@ -99,6 +99,6 @@ def cut(parts: Sequence[Part], width: int) -> list[Part]:
 
 
 def progress(part: float, width: int) -> str:
-    """A thin bar of `width` cells filled to `part` (0 to 1) in halves: ━━╸···. Full only when done."""
+    """A thin bar of `width` cells, filled to `part` (0 to 1) in half cells: ━━╸···. It is full only at 1."""
     halves = int(max(0.0, min(1.0, part)) * width * 2)
     return ("━" * (halves // 2) + "╸" * (halves % 2)).ljust(width, "·")

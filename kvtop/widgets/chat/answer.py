@@ -1,6 +1,6 @@
-"""Answer: the text of a request that still generates, spelled and wrapped as it grows.
+"""Answer: the text of a request that still generates, decoded and wrapped as it grows.
 
-Owns what stays of an answer's layout from frame to frame. Invariant: its passage and lines are those that
+Owns the part of an answer's layout that stays from frame to frame. Invariant: its passage and lines are those that
 `spelled`, `safe_text` and `wrap` give for the whole text; only the tokens that are new are spelled, and only the
 last line is broken again, so that a frame costs the same however long the answer is.
 """
@@ -50,7 +50,7 @@ class Line:
     fold: bool = False
     """A click here folds or unfolds the attached page."""
     row: Row | None = None
-    """As it is painted while none of its blocks is pointed at."""
+    """The painted row while none of its blocks is pointed at."""
 
 
 class Answer:
@@ -67,17 +67,17 @@ class Answer:
         """All but the last, which may still change."""
         self._last = (0, 0)
 
-    def goes_on(self, ids: list[int], text: str) -> bool:
+    def continues(self, ids: list[int], text: str) -> bool:
         """This is the same answer as before, perhaps longer: a list of tokens is only ever appended to."""
         return (self._ids is None or ids is self._ids) and text.startswith(self._text)
 
     def grow(self, ids: list[int], piece: Callable[[int], bytes], text: str) -> None:
-        """`ids` and `text` are the whole answer now; piece: bytes of a token id. Only if it `goes_on`."""
+        """`ids` and `text` are the whole answer now; piece: bytes of a token id. Only if it `continues`."""
         self._ids, spelling = ids, self._spelling
         spelling.add(map(piece, ids[len(spelling.starts) :]))
         self._add(text)
         shown, before = self._safe.rstrip("\n"), self.passage.text
-        # A decoder of its own (stripped blanks): which character is which token's cannot be told.
+        # The engine decoded it differently (stripped blanks): the token of a character is not known.
         known = spelling.text.startswith(self._safe)
         self.passage.text = shown
         self.passage.starts = spelling.starts if known else spelling.starts[:1]
@@ -103,7 +103,7 @@ class Answer:
         return Line(lead, passage=self.passage, start=start, end=end, style=self.style)
 
     def lines(self, cursor: Style | None) -> list[Line]:
-        """All lines; behind the last one a cursor, if there is a style for it."""
+        """All lines. After the last one a cursor, if there is a style for it."""
         last = self._line(*self._last)
         lines = [*self._lines, last]
         if cursor is not None:

@@ -24,7 +24,7 @@ from kvtop.units import count
 from kvtop.widgets.base.lines import Lines, Part, Row
 from kvtop.widgets.chat import lookup
 from kvtop.widgets.chat.answer import INDENT, Line
-from kvtop.widgets.chat.lines import Layouter, Sheet, plain
+from kvtop.widgets.chat.layout import Layouter, Sheet, plain
 
 if TYPE_CHECKING:
     from kvtop.play.composer import SentPrompt

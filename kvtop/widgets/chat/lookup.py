@@ -1,4 +1,4 @@
-"""What a look-up means in words: who computed the prefix, how much sooner the word came, why it stopped.
+"""A look-up in words: which request computed the prefix, how much sooner the first word came, why it stopped.
 
 Pure functions of DashboardState; no textual. Invariant: a comparison is made only with an earlier request
 that had the same tokens up to the last hit block (its chain hash there is the same), read nothing, was no
@@ -129,7 +129,7 @@ def whence(state: DashboardState, view: RequestView) -> str:
 
 
 def miss(view: RequestView) -> str:
-    """Why the look-up read no more than it did; "" while nobody knows."""
+    """Why the look-up read no more; "" while that is not known."""
     return view.explanation.short if view.explanation is not None else ""
 
 
@@ -155,15 +155,15 @@ def sentence(state: DashboardState, view: RequestView) -> list[Words]:
 
 
 def _first_word(state: DashboardState, view: RequestView) -> tuple[Words, Words, Words]:
-    """When it came, beside a cold one's, in three lengths; before it came, how far computing is."""
+    """When the first word came, and the cold one, in three lengths. Before it came: how much is computed."""
     late = view.ttft
     if late is None:
         todo = view.prompt_tokens - view.cached_tokens
         done = max(0, view.num_computed - view.cached_tokens)
-        told = " · waits for its turn" if view.phase == "queued" else " · first word …"
+        words = " · waits for its turn" if view.phase == "queued" else " · first word …"
         if view.phase == "running" and done < todo:
-            told = f" · {count(done)} of {count(todo)} computed …"
-        return [(told, "words")], [(told, "words")], [(told, "words")]
+            words = f" · {count(done)} of {count(todo)} computed …"
+        return [(words, "words")], [(words, "words")], [(words, "words")]
     time = duration(late) + (" (slow motion)" if view.slow else "")
     other = cold(state, view)
     then = "" if other is None else duration(other.ttft)

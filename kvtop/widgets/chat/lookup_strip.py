@@ -1,4 +1,4 @@
-"""LookupStrip: one prompt as blocks, first to last; which were read, which had to be computed, and why.
+"""LookupStrip: one prompt as blocks, first to last; which were read, which were computed, and why.
 
 Owns the choice of the request it shows (the latest look-up, or the one that was picked) and THE sentence.
 Invariant: a cell is lit only for a block that the look-up read; the sweep changes when, never whether.

@@ -1,7 +1,7 @@
 """BlockMap: every physical block of the pool, one a cell while they fit, else half-block pixels.
 
-Owns the looks of a cell. Invariant: a cell's glyph always tells the state of its block. Marks (hit, copied, link, a
-moment after an eviction) change its colour; two have a glyph of their own, which stands for one state only: ◆ is an
+Owns the looks of a cell. Invariant: the glyph of a cell is always the state of its block. Marks (hit, copied, link, a
+moment after an eviction) change its colour; two have their own glyph, for one state only: ◆ is an
 active block that was hit, × a block whose content was evicted and that nothing has been written to since. Only
 cells that differ from the last frame are sent.
 """
@@ -124,7 +124,7 @@ class BlockMap(Lines):
         """These blocks changed (DashboardState.take_dirty); each call names a block once."""
         if len(ids) and self._histogram is not None:
             self._touched.append(ids)
-            if len(self._touched) > 100:  # out of view: counting anew is cheaper than keeping a diary
+            if len(self._touched) > 100:  # out of view: a new count is cheaper than a long list
                 self.projection = None
                 self._touched.clear()
 

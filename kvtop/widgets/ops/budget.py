@@ -1,7 +1,7 @@
-"""Budget: what the last step did with its token budget, and where its time went.
+"""Budget: the tokens of the last step, of its token budget, and its time.
 
-One bar for tokens (decodes first, then prefill chunks, the rest unused), one for time. Invariant: the
-parts of a bar add up to its length, and a part that is not 0 has a cell of its own.
+One bar is for tokens (decodes, prefill chunks, unused), one for time. Invariants: the parts of a bar add up to its
+length. A part that is not 0 has at least one cell.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ class BudgetPanel(Panel):
         ),
         ("decode", "Tokens of running requests that already generate: one each, served first."),
         ("prefill", "Prompt tokens of this step's chunks: they fill what the decodes leave."),
-        ("unused", "Budget that nobody needed."),
+        ("unused", "Budget that no request needed."),
         (
             "overrun",
-            "Tokens computed for requests that had ended: with a step launched ahead an end shows one step late.",
+            "Tokens computed for requests that had ended: a step that is launched ahead sees an end one step late.",
         ),
         ("schedule", "Choosing sequences, allocating blocks, looking up prefixes (ms)."),
         ("prepare", "Building the batch's rows and tables (ms)."),
         ("forward", "The model's forward pass (ms)."),
         ("sample", "Choosing the next tokens from the logits (ms)."),
-        ("p50, p99", "Over the last 1,000 steps, those with slow motion's wait left out of the time (ms)."),
+        ("p50, p99", "Time of the last 1,000 steps, without the waits of slow motion (ms)."),
     )
 
     def rows(self, state: DashboardState, now: float, width: int, height: int) -> list[Row]:
-        """As many of the lines as fit, the bar of tokens first."""
+        """The lines that fit, the bar of tokens first."""
         step = state.steps.completed
         if step is None:
             return [self.say("no step yet")]
@@ -134,8 +134,7 @@ class BudgetPanel(Panel):
 
 
 def shares(parts: Sequence[int], room: int) -> list[int]:
-    """Cells for each part, in proportion, `room` together; every part over 0 gets one while there
-    are enough of them."""
+    """Cells for each part in proportion, `room` in total. Every part over 0 gets one, if there are enough."""
     total = sum(parts)
     if total <= 0:
         return [0] * (len(parts) - 1) + [room]

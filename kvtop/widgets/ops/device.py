@@ -1,7 +1,7 @@
-"""Device: how busy it is and what its memory holds, as far as it tells.
+"""Device: how busy it is and what is in its memory.
 
-Invariant: what no DeviceSample ever told reads NOT_HERE; memory is split into weights and KV, which
-the engine knows, and the rest.
+Invariants: a figure that no DeviceSample has is NOT_HERE. Memory is split into weights and KV, which the engine knows,
+and the rest.
 """
 
 from __future__ import annotations
@@ -39,28 +39,34 @@ class DevicePanel(Panel):
         ("weights", "Bytes of the model's parameters as they are held."),
         ("KV", "Bytes of the block pool: blocks x bytes a block, reserved at the start, used or not."),
         ("other", "The rest of the memory in use: activations, libraries, other programs."),
-        ("traffic", "Bytes a second between one GPU's memory and its cores; only a simulated device tells."),
-        ("power", "Watts drawn now, as the driver tells; CPUs do not tell."),
+        (
+            "traffic",
+            "Bytes a second between one GPU's memory and its cores; only a simulated device reports it.",
+        ),
+        ("power", "Watts drawn now, from the driver. CPUs do not report it."),
         (
             "roofline",
             "Least time that the latest profiled step's bytes and operations take at rates measured here, of the time "
             "it took. bandwidth: by its bytes alone, where no rate of operations is known.",
         ),
-        ("graphs", "Steps that decode up to so many sequences run as one CUDA graph; captured at first use."),
+        (
+            "graphs",
+            "Decode steps of up to this number of sequences run as one CUDA graph, captured at first use.",
+        ),
     )
 
     def rows(self, state: DashboardState, now: float, width: int, height: int) -> list[Row]:
-        """A line a figure; the history of use takes what is left."""
+        """One line for each figure, then the graph of use."""
         started = state.started
         assert started is not None
-        tells = "device" in started.capabilities
+        known = "device" in started.capabilities
         series = state.series
-        util = series.util.last() if tells else None
-        sample = state.engine.device if tells else None
+        util = series.util.last() if known else None
+        sample = state.engine.device if known else None
         rows: list[Row] = [
-            self._line("use", percent(util, 100), width, None if util is None else util / 100, tells),
-            *self._memory(state, width, tells),
-            self._line("power", _watts(sample.power if sample else None), width, None, tells),
+            self._line("use", percent(util, 100), width, None if util is None else util / 100, known),
+            *self._memory(state, width, known),
+            self._line("power", _watts(sample.power if sample else None), width, None, known),
         ]
         if state.engine.profile is not None and (part := of_roofline(state.engine.profile)) is not None:
             rows.append(self._line(limit_of(state.engine.profile), percent(part), width, part, True))
@@ -76,7 +82,7 @@ class DevicePanel(Panel):
         )
         left = height - len(rows)
         values = series.util.values()
-        if tells and left >= 3 and len(values) > 1:
+        if known and left >= 3 and len(values) > 1:
             curve = Curve(last_values(values, plot_width(width)), self.ink("device"))
             axis = Scale(0.0, 100.0)
             rows += graph(width, min(left, 8), [curve], axis, lambda v: f"{v:.0f} %", self.ink("muted"))
@@ -88,21 +94,21 @@ class DevicePanel(Panel):
         through = " · transformers" if started.knobs.ops == "transformers" else ""
         return f"{safe_text(started.device)} · {safe_text(started.dtype)}{through}", self.ink("text")
 
-    def _line(self, name: str, value: str, width: int, part: float | None, tells: bool) -> Row:
+    def _line(self, name: str, value: str, width: int, part: float | None, known: bool) -> Row:
         muted = self.ink("muted")
         label = (name.ljust(_LABEL), muted)
-        if not tells or value == NOT_HERE:
+        if not known or value == NOT_HERE:
             return (label, (NOT_HERE, muted))
         room = min(24, width - _LABEL - len(value) - 2)
         if part is None or room < 4:
             return (label, (value, self.ink("text")))
         return (label, (progress(part, room) + "  ", self.ink("device")), (value, self.ink("text")))
 
-    def _memory(self, state: DashboardState, width: int, tells: bool) -> list[Row]:
+    def _memory(self, state: DashboardState, width: int, known: bool) -> list[Row]:
         started, sample = state.started, state.engine.device
         assert started is not None
         weights, kv = started.weights_bytes, started.num_blocks * started.bytes_per_block
-        used = sample.memory if sample is not None and tells else None
+        used = sample.memory if sample is not None and known else None
         total = sample.memory_total if sample is not None else None
         muted, text = self.ink("muted"), self.ink("text")
         split: list[Part] = [
@@ -114,7 +120,7 @@ class DevicePanel(Panel):
             (size(kv), text),
         ]
         if used is None:
-            return [self._line("memory", NOT_HERE, width, None, tells), tuple(split)]
+            return [self._line("memory", NOT_HERE, width, None, known), tuple(split)]
         value = size(used) + (f" of {size(total)}" if total else "")
         rows = [self._line("memory", value, width, used / total if total else None, True)]
         other = used - weights - kv

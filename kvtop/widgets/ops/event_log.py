@@ -1,6 +1,6 @@
-"""Event log: what happened, one line each, the newest below.
+"""Event log: what happened, one line for each moment, the newest at the bottom.
 
-Follows its end unless it was scrolled back. Words come from kvtop.widgets.story.
+Follows its end unless the user scrolled back. Words come from kvtop.widgets.base.moment_text.
 """
 
 from __future__ import annotations
@@ -9,15 +9,15 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from kvtop.widgets.base.lines import Row
+from kvtop.widgets.base.moment_text import describe, fold
 from kvtop.widgets.base.panel import Scrolling
-from kvtop.widgets.base.story import fold, tell
 from kvtop.widgets.base.table import cut
 
 if TYPE_CHECKING:
     from kvtop.state.dashboard import DashboardState
 
 MOST = 1000
-"""Moments that are told; older ones are in the recording."""
+"""Moments that can be shown; the recording has the older ones."""
 
 _LOOKS = {
     "evicted": "evicted",
@@ -37,7 +37,7 @@ _LOOKS = {
 
 
 class EventLogPanel(Scrolling):
-    """Time since the start, then the line."""
+    """One line for each moment: time since the start, then what happened."""
 
     TITLE = "events"
     FIGURES = (
@@ -45,8 +45,8 @@ class EventLogPanel(Scrolling):
         ("◆ hit", "Blocks read from the cache at an admission."),
         ("× evicted", "What a block held, how long, how often it was read, and who took its memory."),
         ("stored", "Full blocks that entered the hash table: from now on they can be hit."),
-        ("profiled", "A step whose kernels were timed one by one; the device's panel of kernels has it."),
-        ("graph", "CUDA graph: decode steps of up to so many sequences are one launch from now on."),
+        ("profiled", "A step whose kernels were timed one by one; see the panel of kernels."),
+        ("graph", "CUDA graph: decode steps of up to this number of sequences are one launch from now on."),
         ("gave back", "References dropped; hashed blocks stay cached until their memory is taken."),
     )
 
@@ -55,7 +55,7 @@ class EventLogPanel(Scrolling):
 
     def rows(self, state: DashboardState, now: float, width: int, height: int) -> list[Row]:
         """The last lines that fit."""
-        # Only what is on the screen is put into words: the newest lines, unless scrolled back.
+        # Text is made only for the lines on the screen.
         lines = fold(islice(reversed(state.moments), MOST), self._back + height)
         if not lines:
             return [self.say("nothing happened yet")]
@@ -64,14 +64,14 @@ class EventLogPanel(Scrolling):
         rows: list[Row] = []
         for line in reversed(lines[self._back : self._back + height]):
             name = _LOOKS.get(line.kind, "text")
-            text = tell(state, line, width - 9)
+            text = describe(state, line, width - 9)
             if name == "active" and text.startswith("◆"):
                 name = "hit"
             rows.append(tuple(cut(((f"{line.t:8.2f} ", muted), (text, self.ink(name))), width)))
         return rows
 
     def action_scroll_by(self, lines: int) -> None:
-        """Move down by `lines`, up where it is negative."""
+        """Move down by `lines`; up if it is negative."""
         back = max(0, min(MOST, self._back - lines))
         if back != self._back:
             self._back = back

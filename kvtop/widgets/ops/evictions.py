@@ -1,7 +1,7 @@
-"""Evictions: who was thrown out for whom, block by block, the latest first.
+"""Evictions: which content was evicted for which request, one row a block, the latest first.
 
-Invariant: a row is one block whose content lost its memory to new content; a content that has come
-back since, or that is no longer remembered, keeps its row without the figures that went with it.
+Invariant: a row is one block whose content lost its memory to new content. If the content was stored again since, or is
+no longer remembered, the row stays, without the figures of that content.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 from kvtop.units import NONE, count, rate, span
 from kvtop.widgets.base.lines import Row
+from kvtop.widgets.base.moment_text import loss, who
 from kvtop.widgets.base.panel import Scrolling
-from kvtop.widgets.base.story import loss, who
 from kvtop.widgets.base.table import Cell, Column, table
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ _COLUMNS = (
 
 
 class EvictionsPanel(Scrolling):
-    """One row an evicted block."""
+    """One row for each evicted block."""
 
     TITLE = "evictions"
     FIGURES = (
@@ -43,7 +43,7 @@ class EvictionsPanel(Scrolling):
     )
 
     def rows(self, state: DashboardState, now: float, width: int, height: int) -> list[Row]:
-        """A line of figures, then the latest."""
+        """One line of figures, then the latest evictions."""
         head = self.figures(
             width,
             (
@@ -59,7 +59,7 @@ class EvictionsPanel(Scrolling):
         room = max(0, height - 2)
         shown = self.window(state.pool.evictions, room)
         latest = list(islice(_latest(state), shown.start, shown.stop))
-        if not latest and shown.start:  # scrolled to what the state no longer keeps
+        if not latest and shown.start:  # the state no longer keeps what the user scrolled to
             known = list(_latest(state))
             self.first = max(0, len(known) - room)
             latest = known[self.first :]
@@ -69,21 +69,21 @@ class EvictionsPanel(Scrolling):
     def _row(
         self, state: DashboardState, now: float, t: float, block: int, hash_: str, by: int | None
     ) -> list[Cell]:
-        told = loss(state, hash_, t)
+        lost = loss(state, hash_, t)
         muted, text = self.ink("muted"), self.ink("text")
-        taker = by if by is not None else told.by
+        taker = by if by is not None else lost.by
         return [
             (count(block), self.ink("evicted")),
             (span(max(0.0, now - t)), muted),
-            (span(told.age) if told.age is not None else NONE, text),
-            (str(told.hits) if told.hits is not None else NONE, self.ink("hit") if told.hits else muted),
+            (span(lost.age) if lost.age is not None else NONE, text),
+            (str(lost.hits) if lost.hits is not None else NONE, self.ink("hit") if lost.hits else muted),
             (who(taker) if taker is not None else NONE, self.ink("active")),
-            (told.text or NONE, text),
+            (lost.text or NONE, text),
         ]
 
 
 def _latest(state: DashboardState) -> Iterator[tuple[float, int, str, int | None]]:
-    """(t, block, hash, request) of what was evicted, the latest first."""
+    """(t, block, hash, request) of each eviction, the latest first."""
     for moment in reversed(state.moments):
         if moment.kind == "evicted" and moment.detail == "reallocated":
             for block, hash_ in zip(reversed(moment.ids), reversed(moment.hashes), strict=True):

@@ -1,7 +1,7 @@
-"""Hash table: which content lies in which block, newest use first, with its tokens as text.
+"""Hash table: which content is in which block, with its tokens as text, the last used first.
 
-Invariant: a row is an entry of the pool's hash table now (a hash and a block that carries it), and only
-the rows on the screen are spelled out, however large the table is.
+Invariants: a row is an entry of the pool's hash table (a hash and a block that has it). Text is made only for the rows
+on the screen, however large the table is.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import numpy as np
 
 from kvtop.units import NOT_HERE, count, span
 from kvtop.widgets.base.lines import Row
+from kvtop.widgets.base.moment_text import spell
 from kvtop.widgets.base.panel import Scrolling
-from kvtop.widgets.base.story import spell
 from kvtop.widgets.base.table import Cell, Column, table
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ _COLUMNS = (
 
 
 class HashTablePanel(Scrolling):
-    """One row a hashed block."""
+    """One row for each hashed block."""
 
     TITLE = "hash table · hash → block"
     FIGURES = (
@@ -50,8 +50,8 @@ class HashTablePanel(Scrolling):
         shown = self.window(len(ids), max(0, height - 1))
         if not shown:
             return [self.say(f"{count(len(ids))} entries")]
-        # Only the head of the order is needed, and sorting 100,000 blocks would cost a frame. Equal
-        # times (one release) keep the order of the ids.
+        # Only the first blocks of the order are needed; sorting 100,000 blocks takes longer than a frame. Blocks of one
+        # release have equal times and stay in the order of their ids.
         rank = -state.pool.touched[ids] + ids * 1e-12
         most = min(len(ids), shown.stop)
         head = np.argpartition(rank, most - 1)[:most]

@@ -1,7 +1,7 @@
-"""Kernels: where the time of a profiled step went, and how near each kernel came to what the device can do.
+"""Kernels: the time of each kernel in a profiled step, and the part of the roofline that it reached.
 
-Owns the arithmetic of the roofline on the screen: a kernel needs at least its bytes at the measured bandwidth, or
-its operations at the measured rate, whichever takes longer. Invariant: the lines add up to the forward.
+Owns the arithmetic of the roofline. The least time of a kernel is the longer of two: its bytes at the measured
+bandwidth, and its operations at the measured rate. Invariant: the lines add up to the forward.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _PERCENT = 6
 
 
 class KernelsPanel(Panel):
-    """A line a kernel, the largest first."""
+    """One line for each kernel, the longest first."""
 
     TITLE = "device · kernels of one step"
     FIGURES = (
@@ -32,14 +32,14 @@ class KernelsPanel(Panel):
             "tokens",
             "Of the step that was timed, with its sequences: every 10 s one that only decodes and one with a prompt.",
         ),
-        ("forward", "Time of its forward pass, run kernel by kernel: on a GPU without a graph (ms)."),
+        ("forward", "Time of its forward pass, kernel by kernel (ms). On a GPU it runs without a graph."),
         (
             "roofline",
             "Least time that the kernel's bytes and operations take at the measured rates, of the time it took; over "
             "100 % where a cache gave more than memory, or the rates were measured while the machine was busy. "
             "bandwidth: the same, where only that rate is known.",
         ),
-        ("copy, read", "Bytes a second that a plain copy (GPU) or read (CPU) reached here at the start."),
+        ("copy, read", "Bytes a second of a plain copy (GPU) or read (CPU), measured at the start."),
         (
             "kernel",
             "All layers together. norm: RMSNorm and the residual's sum; qkv_prepare: QK-norm, RoPE, the write into "
@@ -48,12 +48,12 @@ class KernelsPanel(Panel):
         ("ms, share", "Time on the device, and its part of the forward."),
         ("GB/s", "Bytes that the kernel must read and write at least, a second."),
         ("TFLOP/s", "Multiplications and additions that it must do, a second."),
-        ("other", "What is left of the forward: between kernels, and kernels that have no line here."),
+        ("other", "The rest of the forward: time between kernels, and kernels without a line here."),
     )
     NEEDS = "timings"
 
     def rows(self, state: DashboardState, now: float, width: int, height: int) -> list[Row]:
-        """The step, then as many kernels as fit and the rest in one."""
+        """The step, then the kernels that fit, and one line for the rest."""
         profile = state.engine.profile
         if profile is None:
             return [self.say("no step was profiled yet")]
@@ -105,12 +105,12 @@ class KernelsPanel(Panel):
 
 
 def limit_of(p: KernelsProfiled) -> str:
-    """What kernels are held against."""
+    """What kernels are compared with."""
     return "roofline" if p.peak else "bandwidth"
 
 
 def of_roofline(p: KernelsProfiled) -> float | None:
-    """The least time of all kernels together, of the forward's, 0..1 (more from caches); None without rates."""
+    """Least time of all kernels / time of the forward: 0 to 1, or more where caches help. None without rates."""
     least = [_least(p, b, f) for b, f in zip(p.bytes, p.flops, strict=True)]
     known = [seconds for seconds in least if seconds is not None]
     return sum(known) / p.forward if known and _real(p.forward) else None
@@ -127,12 +127,12 @@ def _ms(seconds: float) -> str:
 
 
 def _real(seconds: float) -> float | None:
-    """None for what no clock shows: nothing can be divided by it."""
+    """None for a time that is too short for any clock: it cannot be a divisor."""
     return seconds if seconds > 1e-12 else None
 
 
 def _rate(amount: float | None, seconds: float, unit: float) -> str:
-    """Two digits after the point below ten, one below a hundred."""
+    """Two decimals below 10, one below 100."""
     if not amount or not _real(seconds):
         return NONE
     value = amount / seconds / unit

@@ -1,7 +1,7 @@
-"""TTFT and ITL: how long the first word and each next one took.
+"""TTFT and ITL: time to the first token, and from one token to the next.
 
-Two panels over the state's series, which leave out steps that slow motion stretched. Invariant: a
-request that read from the cache is told from a cold one by glyph as well as by colour.
+Two panels over the state's series, which leave out steps in slow motion. Invariant: a request that read from the cache
+differs from a cold one in glyph and in colour.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class _Latency(Panel):
     BINDINGS: ClassVar[list[BindingType]] = [Binding("l", "toggle_log", "log axis")]
 
     log_axis = False
-    """Each decade of the axis as high as the next."""
+    """Logarithmic axis."""
 
     def action_toggle_log(self) -> None:
         """Linear axis, logarithmic axis."""
@@ -60,7 +60,7 @@ class _Latency(Panel):
         return logarithmic(values) if self.log_axis else linear(values)
 
     def levels(self, values: Floats, height: int) -> list[Level]:
-        """p50 and p99 as lines, where there is room to tell them apart."""
+        """p50 and p99 as lines, if the graph is high enough."""
         if height < 4 or len(values) < 2:
             return []
         dim, ordered = self.ink("muted"), np.sort(values)
@@ -72,7 +72,7 @@ class _Latency(Panel):
 
 
 class TtftPanel(_Latency):
-    """One bar a request, the newest at the right; requests that hit are marked ◆."""
+    """One bar for each request, the newest at the right. Requests that hit have the mark ◆."""
 
     TITLE = "TTFT · time to first token"
     FIGURES = (
@@ -85,7 +85,7 @@ class TtftPanel(_Latency):
             "p50, p99",
             f"Half, and 99 in 100, of the latest {LATEST:,} requests took at most this long (ms); cold and hit: p50.",
         ),
-        ("left out", "Requests whose first token came in a step that slow motion (F3) stretched."),
+        ("left out", "Requests whose first token came in a step in slow motion (F3)."),
     )
 
     def rows(self, state: DashboardState, now: float, width: int, height: int) -> list[Row]:
@@ -110,7 +110,7 @@ class TtftPanel(_Latency):
         return [head, *self._graph(width, height - 2, times, hit), self._marks(width, hit)]
 
     def _pitch(self, width: int, count: int) -> int:
-        """Cells a request takes: few requests get broad bars."""
+        """Cells of one bar: more if there are few requests."""
         return max(1, min(_WIDEST_BAR, plot_width(width) // max(1, count)))
 
     def _graph(self, width: int, height: int, times: Floats, hit: np.ndarray) -> list[Row]:
@@ -140,7 +140,7 @@ class TtftPanel(_Latency):
 
 
 class ItlPanel(_Latency):
-    """A line through the newest gaps between tokens, all sequences together."""
+    """A line through the newest times between tokens of all sequences."""
 
     TITLE = "ITL · time between tokens"
     FIGURES = (
@@ -149,7 +149,7 @@ class ItlPanel(_Latency):
             "p50, p99, max",
             f"Half, 99 in 100, and all of the latest {LATEST:,} gaps were at most this long (ms).",
         ),
-        ("left out", "Steps that slow motion (F3) stretched."),
+        ("left out", "Steps in slow motion (F3)."),
     )
 
     def rows(self, state: DashboardState, now: float, width: int, height: int) -> list[Row]:

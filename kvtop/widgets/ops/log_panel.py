@@ -1,7 +1,7 @@
 """Logs: what the engine and its libraries printed, kept off the terminal and shown here.
 
-Reads a live sequence of captured lines, newest last, and follows its end unless it was scrolled back.
-Invariant: whatever a library printed passes safe_text before it reaches the screen.
+Reads a growing sequence of captured lines, the newest last, and follows its end unless the user scrolled back.
+Invariant: every line goes through safe_text.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _LEVEL = re.compile(r"\b(CRITICAL|ERROR|Error|Traceback|WARNING|Warning|WARN|DEB
 
 
 class LogPanel(Scrolling):
-    """The captured lines; home goes to the oldest, end follows the newest again."""
+    """The captured lines. Home goes to the oldest line, End to the newest, and follows it."""
 
     TITLE = "log"
     FIGURES = (("lines", "Standard output, standard error and logging of this process, oldest above."),)
@@ -41,7 +41,7 @@ class LogPanel(Scrolling):
             self.set_rows(self.rows(state, now, width, height))
 
     def rows(self, state: DashboardState, now: float, width: int, height: int) -> list[Row]:
-        """The last lines that fit, or those around the place scrolled to."""
+        """The last lines that fit, or those that the user scrolled to."""
         lines = list(self.captured)
         if not lines:
             return [self.say("nothing was printed")]
@@ -51,7 +51,7 @@ class LogPanel(Scrolling):
         return [tuple(cut([(safe_text(lines[i]), self._look(lines[i]))], width)) for i in shown]
 
     def action_scroll_by(self, lines: int) -> None:
-        """Move; reaching the end follows it again."""
+        """Move. At the end the panel follows it again."""
         super().action_scroll_by(lines)
         self._follow = self.first >= self._most
 

@@ -1,7 +1,7 @@
-"""Prefix cache: how much of the prompts was read instead of computed, and how full the table is.
+"""Prefix cache: how much of the prompts was read instead of computed, and how full the hash table is.
 
-Invariants: no look-up yet is not 0 %; the rate is over first admissions only (state.cache.hit_rate) and a
-percentage is floored.
+Invariants: before the first look-up there is no rate, not 0 %. The rate is over first admissions only
+(state.cache.hit_rate). Percentages are rounded down.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from kvtop.state.dashboard import DashboardState
 
 LONGEST = 600.0
-"""Seconds that the graph looks back at most."""
+"""Longest time that the graph shows, seconds."""
 
 
 class PrefixCachePanel(Panel):
@@ -39,17 +39,17 @@ class PrefixCachePanel(Panel):
         ("contents", "Different contents among them."),
         (
             "duplicates",
-            "Blocks stored although their content was in the table already, under another id.",
+            "Blocks that were stored although another block in the table has the same content.",
         ),
         (
             "evicted",
-            "Blocks whose content was thrown out for other content, and how many a second now.",
+            "Blocks whose content was replaced by other content; now: blocks a second.",
         ),
         ("until next", "Blocks that can be handed out before the next eviction."),
     )
 
     def rows(self, state: DashboardState, now: float, width: int, height: int) -> list[Row]:
-        """Figures above, the graph in what is left."""
+        """Three lines of figures, then the graph."""
         hit = self.ink("graph-hit")
         assert state.started is not None
         if not state.started.knobs.enable_prefix_caching:
@@ -100,8 +100,7 @@ class PrefixCachePanel(Panel):
 
 
 def steps_in_time(times: Floats, values: Floats, now: float, columns: int) -> Floats:
-    """The value in force at each of `columns` instants up to `now`, over the whole run or LONGEST;
-    NaN before the first."""
+    """The value at each of `columns` instants up to `now`, at most LONGEST back. NaN before the first."""
     if columns < 1:
         return np.zeros(0)
     start = max(0.0, now - LONGEST)

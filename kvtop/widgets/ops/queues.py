@@ -1,7 +1,7 @@
 """Queues: the requests that run, wait or were preempted, then the latest finished ones.
 
-Invariants: a row's prefill bar is full only once every prompt token has its KV; figures of a finished
-request are its last ones; what keeps the head of the waiting queue out is told with its numbers.
+Invariants: a prefill bar is full only when every prompt token has its KV. A finished request keeps its last figures.
+The row of the first waiting request says why it waits, with numbers.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ _COLUMNS = (
 )
 _ORDER = {"running": 0, "preempted": 1, "queued": 2, "finished": 3}
 _PREFILL = 2
-"""Place of the column whose figures are shortened to its width."""
+"""Index of the column whose figures are shortened to its width."""
 _BAR = 6
 _STATES = {"running": "decode", "queued": "waiting"}
 
 
 class QueuesPanel(Scrolling):
-    """One row a request."""
+    """One row for each request."""
 
     TITLE = "queues"
     FIGURES = (
@@ -55,7 +55,7 @@ class QueuesPanel(Scrolling):
         (
             "right column",
             "Why the head of the queue waits (blocks needed, blocks free), how a request ended, or how often it "
-            "was preempted and how much of what it lost the cache gave back.",
+            "was preempted, and the part of its lost tokens that the cache gave back.",
         ),
     )
 
@@ -73,7 +73,7 @@ class QueuesPanel(Scrolling):
             self.changed()
 
     def rows(self, state: DashboardState, now: float, width: int, height: int) -> list[Row]:
-        """Counts, then the table."""
+        """One line of counts, then the table."""
         views = list(_in_order(state.requests.values()))
         running, waiting, preempted = queue_counts(state, self.held)
         finished = sum(view.phase == "finished" for view in views)
@@ -124,7 +124,7 @@ class QueuesPanel(Scrolling):
         if done >= total:
             return ((_tokens(total, room), self.ink("text")),)
         full = progress(done / total if total else 0, _BAR)
-        # What came from the cache is not this request's work: told apart inside the bar.
+        # Tokens from the cache were not computed by this request: they have another glyph in the bar.
         read = int(_BAR * view.cached_tokens / total) if view.phase == "running" else 0
         chunk = f" +{count(view.chunk[1])}" if view.chunk and view.phase == "running" else ""
         figures = f"{done:,}/{total:,}{chunk}"

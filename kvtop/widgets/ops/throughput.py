@@ -1,7 +1,7 @@
-"""Throughput: tokens a second, decoded and prefilled, over the last moments.
+"""Throughput: tokens a second, decoded and prefilled.
 
-Two graphs with an axis each, since a prefill runs at many times the rate of a decode. Invariant: the
-rates are those of the series (tokens of executed steps over the batches' clock), nothing smoothed here.
+Each has a graph with its own axis, because a prefill has many times the rate of a decode. Invariant: the rates are
+those of the series (tokens of executed steps over the clock of the batches); nothing is smoothed here.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from kvtop.state.dashboard import DashboardState
 
 LONGEST = 300.0
-"""Seconds that a graph looks back at most."""
+"""Longest time that a graph shows, seconds."""
 
 
 class ThroughputPanel(Panel):
@@ -31,14 +31,14 @@ class ThroughputPanel(Panel):
         ("decode", "Output tokens per second, all sequences together, over the last 2 s."),
         (
             "prefill",
-            "Prompt tokens computed per second over the last 2 s; those read from the cache are not.",
+            "Prompt tokens computed per second over the last 2 s. Tokens from the cache are not computed.",
         ),
         ("peak", "Largest such rate since the start."),
         ("total", "Tokens since the start."),
     )
 
     def rows(self, state: DashboardState, now: float, width: int, height: int) -> list[Row]:
-        """A line of figures and a graph for each of the two."""
+        """One line of figures and a graph for each of the two."""
         rows: list[Row] = []
         series = state.series
         half = height // 2

@@ -108,7 +108,7 @@ async def test_f1_opens_and_esc_closes() -> None:
         await pilot.press("end")
         await pilot.pause()
         assert text.lines[0] != before
-        assert "driver tells" in "\n".join(text.lines)
+        assert "from the driver" in "\n".join(text.lines)
         await pilot.press("home")
         await pilot.pause()
         assert text.lines[0] == before

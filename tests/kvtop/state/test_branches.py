@@ -174,7 +174,7 @@ def test_headless_prints_each_sample_and_what_sharing_saved() -> None:
 def test_the_chat_shows_every_sample_and_the_saving() -> None:
     from rich.style import Style
 
-    from kvtop.widgets.chat.lines import Layouter
+    from kvtop.widgets.chat.layout import Layouter
 
     state, _ = played(n=2)
     (view,) = state.requests.values()

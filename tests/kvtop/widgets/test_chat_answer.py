@@ -8,7 +8,7 @@ from rich.style import Style
 
 from kvtop.text import safe_text
 from kvtop.widgets.chat.answer import Answer
-from kvtop.widgets.chat.lines import names_in
+from kvtop.widgets.chat.layout import names_in
 from kvtop.wrap import spelled, wrap
 
 PIECE = st.one_of(
@@ -38,7 +38,7 @@ def test_it_grows_into_the_whole(pieces: list[bytes], room: int, held: int) -> N
     for n in range(len(pieces) + 1):
         text = b"".join(pieces[:n]).decode("utf-8", "ignore")
         text = text[: len(text) - held] if held and n < len(pieces) else text
-        if not answer.goes_on(ids, text):  # a piece that was half a character, or nothing
+        if not answer.continues(ids, text):  # a piece that was half a character, or nothing
             answer = Answer(room, 5, Style())
         answer.grow(ids, pieces.__getitem__, text)
         shown, starts, lines = at_once(pieces[:n], text, room)
@@ -67,10 +67,10 @@ def test_only_what_is_new_is_spelled_and_full_lines_stay() -> None:
 def test_another_list_or_another_beginning_is_another_answer() -> None:
     ids = [0, 1]
     answer = Answer(20, 0, Style())
-    assert answer.goes_on(ids, "")
+    assert answer.continues(ids, "")
     answer.grow(ids, [b"a", b"b"].__getitem__, "ab")
-    assert answer.goes_on(ids, "abc")
-    assert not answer.goes_on(ids, "xb") and not answer.goes_on(ids[:], "ab")
+    assert answer.continues(ids, "abc")
+    assert not answer.continues(ids, "xb") and not answer.continues(ids[:], "ab")
 
 
 def test_the_cursor_stands_behind_the_last_line_or_below_it() -> None:

@@ -16,7 +16,7 @@ from textual.geometry import Region
 
 from kvtop.app.capture import Capture
 from kvtop.paint import themes
-from kvtop.widgets.base.lines import Kept, Lines
+from kvtop.widgets.base.lines import KeepsLines, Lines
 
 RED = Style(color="#ff0000")
 PLAIN = Style.null()
@@ -138,7 +138,7 @@ async def test_a_theme_makes_every_row_new() -> None:
 
 
 async def test_containers_are_rendered_once() -> None:
-    class Counting(Kept, Lines):
+    class Counting(KeepsLines, Lines):
         """Counts how often it is asked to render anew."""
 
     class One(Both):

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.cells import cell_len
 
 from engine.events import StepBatch
 from kvtop.paint import motion as motion_module
 from kvtop.paint.motion import Motion, Sweep
 from kvtop.state.dashboard import DashboardState
-from kvtop.text import cell_width
 from kvtop.widgets.chat import lookup
 from kvtop.wrap import spelled, wrap
 from tests.kvtop.stage import Stage
@@ -165,7 +165,7 @@ def test_spelled_keeps_every_character_with_its_token(text: str, cuts: list[int]
 @given(st.text(alphabet="ab 日\n", max_size=60), st.integers(1, 12))
 def test_wrap_loses_only_blanks_and_breaks(text: str, width: int) -> None:
     lines = wrap(text, width)
-    assert all(cell_width(text[a:b]) <= max(width, 2) for a, b in lines)
+    assert all(cell_len(text[a:b]) <= max(width, 2) for a, b in lines)
     assert all(a <= b for a, b in lines) and [a for a, _ in lines] == sorted(a for a, _ in lines)
     kept = "".join(text[a:b] for a, b in lines)
     assert kept.replace(" ", "") == text.replace(" ", "").replace("\n", "")

@@ -29,8 +29,8 @@ from kvtop.paint.palette import Palette
 from kvtop.state.dashboard import DashboardState
 from kvtop.state.series import Rate
 from kvtop.units import NOT_HERE, count, duration, percent, rate, size, span
+from kvtop.widgets.base.moment_text import blocks
 from kvtop.widgets.base.panel import Panel
-from kvtop.widgets.base.story import blocks
 from kvtop.widgets.ops.budget import BudgetPanel, shares
 from kvtop.widgets.ops.device import DevicePanel
 from kvtop.widgets.ops.event_log import EventLogPanel

@@ -1,7 +1,7 @@
-"""Moments told in words: one line each, with numbers, for the event log and the list of evictions.
+"""Moments as text: one line each, with numbers, for the event log and the list of evictions.
 
-Pure functions of DashboardState; no widget. Invariant: foreign text (prompts, model output, errors)
-leaves here through safe_text only, and a thing that the source did not tell is left out, not guessed.
+Pure functions of DashboardState, no widget. Invariants: foreign text (prompts, model output, errors) goes through
+safe_text. What the source does not know is left out, not guessed.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ QUOTE = 32
 _WITHDRAWN = {"unwritten": "its step did not run", "invalid": "its content proved bad"}
 _LONG = 64
 _FOLDED = frozenset({"stored", "hit", "forked", "released"})
-"""Kinds of which a row of equal ones is one line."""
+"""Consecutive moments of these kinds and of one request are one line."""
 
 
 @dataclass(slots=True)
-class Line:
-    """One or more moments of the same kind and request in a row."""
+class MomentLine:
+    """One moment, or consecutive moments of one kind and request."""
 
     t: float
     kind: str
@@ -40,9 +40,11 @@ class Line:
     detail: str = ""
 
 
-def fold(moments: Iterable[Moment], most: int = 1 << 30) -> list[Line]:
-    """Lines of moments that are given newest first, newest line first, at most `most`. A hit that belongs
-    to an admission is told by that admission."""
+def fold(moments: Iterable[Moment], most: int = 1 << 30) -> list[MomentLine]:
+    """At most `most` lines, the newest first, of moments in the same order.
+
+    A hit that belongs to an admission has no line: the line of the admission shows it.
+    """
     groups: list[list[Moment]] = []
     moments = list(moments)
     admitted = {(m.seq, m.request_id) for m in moments if m.kind == "admitted"}
@@ -65,30 +67,30 @@ def fold(moments: Iterable[Moment], most: int = 1 << 30) -> list[Line]:
     return [_line(group[::-1]) for group in groups]
 
 
-def _line(group: Sequence[Moment]) -> Line:
+def _line(group: Sequence[Moment]) -> MomentLine:
     last = group[-1]
     ids = [b for moment in group for b in moment.ids]
     hashes = [h for moment in group for h in moment.hashes]
-    return Line(last.t, last.kind, last.request_id, ids, hashes, last.detail)
+    return MomentLine(last.t, last.kind, last.request_id, ids, hashes, last.detail)
 
 
-def tell(state: DashboardState, line: Line, width: int = 120) -> str:
-    """The line in words, without its time. A quotation shrinks so that the facts fit in `width`."""
+def describe(state: DashboardState, line: MomentLine, width: int = 120) -> str:
+    """The line as text, without its time. A quotation is shortened so that the facts fit in `width`."""
     if line.kind == "evicted":
         return _evicted(state, line, width)
-    teller = _TELLERS.get(line.kind)
-    return teller(state, line) if teller is not None else f"{line.kind} {safe_text(line.detail)}".rstrip()
+    words = _WORDS.get(line.kind)
+    return words(state, line) if words is not None else f"{line.kind} {safe_text(line.detail)}".rstrip()
 
 
 def who(request_id: int | None) -> str:
-    """#3; "somebody" where the source did not say."""
+    """#3; "somebody" where the source does not know it."""
     return f"#{request_id}" if request_id is not None else "somebody"
 
 
 def blocks(ids: Sequence[int], most: int = 3) -> str:
-    """62 blocks 1–62; 1 block 88; 4 blocks 9–7, 2; after `most` runs "…"."""
+    """62 blocks 1–62; 1 block 88; 4 blocks 9–7, 2; after `most` runs comes "…"."""
     n = len(ids)
-    # Long lists are cut where the step between neighbours changes; only the first runs are spelled.
+    # If a long list is one run, its first ids give the start, and the length is set below.
     head = ids[:_LONG] if n > _LONG and _is_run(ids) else ids
     runs = to_runs(head)
     if head is not ids:
@@ -107,12 +109,12 @@ def _is_run(ids: Sequence[int]) -> bool:
 
 
 def spell(state: DashboardState, token_ids: Iterable[int]) -> str:
-    """Tokens as text in one line: safe, blanks and newlines folded."""
+    """Tokens as safe text in one line. Several blanks or newlines become one blank."""
     return " ".join(safe_text(state.vocabulary.text(token_ids), newlines=True).split())
 
 
 def quote(state: DashboardState, hash_: str, most: int = QUOTE) -> str:
-    """The text of a content, cut to `most` characters, in quotes; "" when it is not known."""
+    """The text of a content in quotes, cut to `most` characters; "" where it is not known."""
     record = state.history.get(hash_)
     if record is None or not record.token_ids:
         return ""
@@ -122,7 +124,7 @@ def quote(state: DashboardState, hash_: str, most: int = QUOTE) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """What was lost with one evicted content. age in seconds; None where it is not remembered."""
+    """What was lost with one evicted content. age is in seconds. None: not remembered."""
 
     text: str
     age: float | None
@@ -140,12 +142,12 @@ def loss(state: DashboardState, hash_: str, t: float) -> Loss:
     return Loss(quote(state, hash_), max(0.0, gone.t - gone.born), gone.hits, by)
 
 
-def _evicted(state: DashboardState, line: Line, width: int) -> str:
-    told = loss(state, line.hashes[0], line.t) if line.hashes else Loss("", None, None, None)
-    by = line.request_id if line.request_id is not None else told.by
-    facts = [f"age {span(told.age)}"] if told.age is not None else []
-    if told.hits is not None:
-        facts.append(f"{told.hits} hit{'s' * (told.hits != 1)}")
+def _evicted(state: DashboardState, line: MomentLine, width: int) -> str:
+    lost = loss(state, line.hashes[0], line.t) if line.hashes else Loss("", None, None, None)
+    by = line.request_id if line.request_id is not None else lost.by
+    facts = [f"age {span(lost.age)}"] if lost.age is not None else []
+    if lost.hits is not None:
+        facts.append(f"{lost.hits} hit{'s' * (lost.hits != 1)}")
     if line.detail == "reallocated":
         facts.append(f"taken by {who(by)}")
     elif line.detail in _WITHDRAWN:
@@ -159,12 +161,12 @@ def _evicted(state: DashboardState, line: Line, width: int) -> str:
     return f"{head}: {' '.join(words)}" if words else head
 
 
-def _queued(state: DashboardState, line: Line) -> str:
+def _queued(state: DashboardState, line: MomentLine) -> str:
     view = state.requests.get(line.request_id or 0)
     return f"{who(line.request_id)} queued" + (f", {count(view.prompt_tokens)} tokens" if view else "")
 
 
-def _admitted(state: DashboardState, line: Line) -> str:
+def _admitted(state: DashboardState, line: MomentLine) -> str:
     view = state.requests.get(line.request_id or 0)
     if line.detail == "resumed" or view is None:
         return f"{who(line.request_id)} {line.detail or 'admitted'}"
@@ -174,7 +176,7 @@ def _admitted(state: DashboardState, line: Line) -> str:
     return f"{who(line.request_id)} admitted, nothing cached" + (f" ({safe_text(why)})" if why else "")
 
 
-def _finished(state: DashboardState, line: Line) -> str:
+def _finished(state: DashboardState, line: MomentLine) -> str:
     view = state.requests.get(line.request_id or 0)
     facts = [safe_text(line.detail)]
     if view is not None and view.num_output:
@@ -185,11 +187,11 @@ def _finished(state: DashboardState, line: Line) -> str:
     return f"{who(line.request_id)} finished: {', '.join(facts)}"
 
 
-def _released(state: DashboardState, line: Line) -> str:
+def _released(state: DashboardState, line: MomentLine) -> str:
     return f"{who(line.request_id)} gave back {blocks(sorted(line.ids))}"
 
 
-_TELLERS = {
+_WORDS = {
     "queued": _queued,
     "admitted": _admitted,
     "finished": _finished,

@@ -144,7 +144,7 @@ class Layouter:
 
     def _answer(self, view: RequestView) -> Answer:
         answer, room = self.sheet.answer, max(1, self.width - INDENT)
-        if answer is None or answer.room != room or not answer.goes_on(view.output_ids, view.text):
+        if answer is None or answer.room != room or not answer.continues(view.output_ids, view.text):
             answer = self.sheet.answer = Answer(room, view.prompt_tokens, self.ink("text"))
         answer.grow(view.output_ids, self.state.vocabulary.piece, view.text)
         return answer
