@@ -230,6 +230,8 @@ class KvtopApp(OrderedApp):
         if not self.is_running or not self.main.is_attached or self._slice_comes:
             return
         session, wall = self.session, self.wall()
+        if not self.frames and session.source.loading is not None:
+            return  # the first frame does not wait for a slice of loading
         if session.pull():
             self._moved_at = wall
             if session.state.stream.stirs != self._stirs:
