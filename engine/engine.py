@@ -156,7 +156,8 @@ class Engine:
         A text goes through the chat template, as the next turn of `conversation`, else as a new conversation with
         `system`. A next turn arrives when the running turn of its conversation has finished. Token ids are used as they
         are; `spans` then has the roles, as in RequestQueued. A refusal comes as RequestFinished("refused"). Raises
-        TypeError for any other prompt.
+        TypeError for any other prompt, and for texts and numbers of another type: an error in the engine's thread
+        would leave the request without an end.
         """
         if not isinstance(prompt, str):
             if conversation is not None:
@@ -164,13 +165,16 @@ class Engine:
             prompt = list(
                 map(index, prompt)
             )  # a copy, because the caller may change its list; `index` because numpy's numbers are not int
+        _check_texts(system=system, system_name=system_name, salt=salt)
+        conversation = None if conversation is None else index(conversation)
+        priority, spans = index(priority), list(spans)
         one = Prompt(next(self._ids), prompt, params or SamplingParams(), self.clock(), priority, salt)
 
         def command() -> None:
             if isinstance(one.content, str):
                 self._talk().take_text(one, conversation, system, system_name)
             else:
-                self._talk().take_ids(one, list(spans))
+                self._talk().take_ids(one, spans)
 
         self._request(command)
         return one.request_id
@@ -178,6 +182,7 @@ class Engine:
     def new_conversation(self, system: str | None = None, system_name: str = "") -> int:
         """A conversation that keeps its token ids, so its history is found in the cache. Returns its id. Raises
         NotRunning like submit()."""
+        _check_texts(system=system, system_name=system_name)
         number = next(self._conversation_ids)
         self._request(lambda: self._talk().open(number, system, system_name))
         return number
@@ -443,3 +448,9 @@ class Engine:
 
     def _sample(self, sample: DeviceSample) -> None:
         self._post(lambda: self._log.emit(sample))
+
+
+def _check_texts(**texts: str | None) -> None:
+    for name, text in texts.items():
+        if text is not None and not isinstance(text, str):
+            raise TypeError(f"{name} must be a text, not {text!r:.40}")

@@ -17,6 +17,9 @@ EarlyStopping = Literal["no", "yes", "never"]
 
 MOST_LOGPROBS = 20
 
+LEAST_TEMPERATURE = 1e-6
+"""Below it a request is greedy: logits divided by less are not finite any more."""
+
 _JSONL = ()
 """Commands of a knob that a line of --prompts or Python may set, but no option."""
 
@@ -99,7 +102,7 @@ class SamplingParams:
             t = 1.0 if own else 0.7 if self.n > 1 else 0.0  # n greedy samples would be n times the same
         return replace(
             self,
-            temperature=float(t),
+            temperature=float(t) if t >= LEAST_TEMPERATURE else 0.0,
             top_k=int(self.top_k if self.top_k is not None else own.get("top_k", 0)),
             top_p=float(self.top_p if self.top_p is not None else own.get("top_p", 1.0)),
             min_p=float(self.min_p if self.min_p is not None else own.get("min_p", 0.0)),

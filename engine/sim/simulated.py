@@ -94,12 +94,16 @@ class Simulation:
                 "speed": self.speed,
                 "kv_cache": f"{kv.bytes_per_token:,} bytes a token, x {config.block_size} = "
                 f"{kv.bytes_per_block / 1024:,.0f} KiB a block, x {num_blocks:,} blocks = "
-                f"{num_blocks * kv.bytes_per_block / (1 << 30):.1f} GiB, {usable:,} tokens",
+                f"{_memory(num_blocks * kv.bytes_per_block)}, {usable:,} tokens",
             },
             source="simulated",
             clock=clock,
             sample=runner.sample,
         )
+
+
+def _memory(n: int) -> str:
+    return f"{n / (1 << 30):.1f} GiB" if n >= 1 << 30 else f"{n / (1 << 20):.3g} MiB"
 
 
 def _num_blocks(

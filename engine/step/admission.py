@@ -44,7 +44,11 @@ class Admission:
         if tokens < limit:
             return self._too_wide(tokens, params) if params.n > 1 or params.beam_width > 1 else None
         size, blocks = self._scheduler.paging.block_size, self._scheduler.paging.pool.num_usable
-        why = f", which is what {blocks:,} blocks of {size} hold" if limit == blocks * size else ""
+        why = (
+            f", which is what {blocks:,} {'block' if blocks == 1 else 'blocks'} of {size} hold"
+            if limit == blocks * size
+            else ""
+        )
         return f"the prompt has {tokens:,} tokens, the context {limit:,}{why}, one of output included: shorten it"
 
     def _queue_full(self, tokens: int) -> str | None:

@@ -99,8 +99,7 @@ class _Option(click.Option):
             [setting.name, *setting.knob.short, flags],
             type=_Switch(setting) if switch else _Word(setting),
             multiple=setting.many,
-            default=None,
-            required=setting.knob.required,
+            **({"required": True} if setting.knob.required else {"default": None}),
             envvar=setting.variable,
             help=setting.knob.help,
         )

@@ -332,6 +332,15 @@ def test_submit_takes_texts_and_whole_numbers_only(live: Callable[..., Live]) ->
     for wrong in ([1.5], ["a"], [None], 7):
         with pytest.raises(TypeError):
             one.engine.submit(wrong)  # type: ignore[arg-type]
+    more: list[dict[str, Any]] = [
+        {"system": 5}, {"system_name": b"x"}, {"salt": 5}, {"priority": 1.5},
+        {"conversation": []}, {"spans": 5},
+    ]  # fmt: skip
+    for wrong_one in more:
+        with pytest.raises(TypeError):
+            one.engine.submit("a", **wrong_one)
+    with pytest.raises(TypeError, match="system must be a text, not 5"):
+        one.engine.new_conversation(5)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="a conversation takes text"):
         one.engine.submit([1, 2], conversation=one.engine.new_conversation())
     one.engine.pause()

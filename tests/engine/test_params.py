@@ -138,6 +138,13 @@ def test_a_generation_config_with_null_in_it_means_its_defaults() -> None:
     assert (p.temperature, p.top_k, p.top_p) == (1.0, 0, 1.0)
 
 
+@pytest.mark.parametrize("tiny", [1e-320, 1e-40, 1e-38, 1e-7])
+def test_a_temperature_that_no_logit_can_be_divided_by_is_greedy(tiny: float) -> None:
+    assert SamplingParams(temperature=tiny).resolved({}, 1).temperature == 0
+    assert SamplingParams().resolved({"do_sample": True, "temperature": tiny}, 1).temperature == 0
+    assert SamplingParams(temperature=1e-6).resolved({}, 1).temperature == 1e-6
+
+
 def test_the_event_gets_plain_values() -> None:
     plain = SamplingParams(stop=("a",), stop_token_ids=(1, 2)).as_dict()
     assert plain["stop"] == ["a"] and plain["stop_token_ids"] == [1, 2]

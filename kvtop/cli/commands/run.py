@@ -159,7 +159,8 @@ def simulation(given: Given) -> Simulation | None:
         raise SetupError("--simulate names the model; leave out --model")
     from engine import Simulation
 
-    return Simulation(what.simulate, what.on, formats.weights, formats.kv_cache_dtype, what.speed)
+    weights = formats.weights or given.get("quantization")
+    return Simulation(what.simulate, what.on, weights, formats.kv_cache_dtype, what.speed)
 
 
 def _load(name: str | None) -> Workload | None:

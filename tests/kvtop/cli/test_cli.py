@@ -61,6 +61,7 @@ def invoke(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, st
         ["replay", "/no/such/file"],
         ["explain", "/no/such/file", "--json"],
         ["shot", "/no/such/file", "-o", "x.txt"],
+        ["shot", "/no/such/file"],
         ["demo", "no-such-demo"],
         ["demo"],
         ["--num-blocks", "many", "--prompt", "x"],

@@ -131,6 +131,17 @@ def test_the_command_of_the_issue_in_small(capsys: pytest.CaptureFixture[str], t
     assert cli.invoke(["verify", str(recorded)]) == 0
 
 
+@pytest.mark.parametrize("option", ["--weights", "--quantization"])
+def test_either_word_for_the_weights_counts_in_a_simulation(
+    capsys: pytest.CaptureFixture[str], option: str
+) -> None:
+    words = f"run --simulate llama-3.1-8b --on h100 {option} int8 --num-blocks 12 --block-size 4"
+    code, _, err = invoke(capsys, *words.split(), "--headless", "--prompt", "x", "--max-tokens", "2")
+    assert code == 0
+    assert err.startswith("llama-3.1-8b on H100 in int8\n")
+    assert "512 KiB a block, x 12 blocks = 6 MiB, 44 tokens" in err
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [
