@@ -18,7 +18,7 @@ from typing import Any
 
 import jinja2
 import jinja2.nodes
-from jinja2.compiler import CodeGenerator, Frame
+from jinja2.compiler import CodeGenerator, Frame, operators
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 MOST = 16 << 20
@@ -54,10 +54,14 @@ class Sandbox(ImmutableSandboxedEnvironment):
         self.bound()
 
     def bound(self) -> None:
-        """Check arguments and results of all filters. Call it again after a filter was added."""
+        """Check arguments and results of all filters and tests. Call it again after one was added."""
         for name, function in self.filters.items():
             if not hasattr(function, "bounded"):
                 self.filters[name] = _bounded(name, function)
+        tests: dict[str, Any] = self.tests
+        for name, test in tests.items():
+            if not hasattr(test, "bounded"):
+                tests[name] = _bounded_test(test)
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         """An operator, with a check of its operands."""
@@ -76,6 +80,10 @@ class Sandbox(ImmutableSandboxedEnvironment):
         elif not isinstance(left, (int, float)):
             _weighed((left, right))
         return super().call_binop(context, operator, left, right)
+
+    def weighed(self, value: Any) -> Any:
+        """An operand of a comparison: two nested lists may take for ever to compare, inside one operation."""
+        return value if isinstance(value, (str, int, float)) or value is None else _weighed(value)
 
     def joined(self, values: tuple[Any, ...]) -> str:
         """`a ~ b`."""
@@ -104,7 +112,20 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
 
 class _Generator(CodeGenerator):
-    """Compiles `a ~ b` to a call of Sandbox.joined."""
+    """Compiles `a ~ b` to a call of Sandbox.joined, and operands of comparisons to calls of Sandbox.weighed."""
+
+    def visit_Compare(self, node: jinja2.nodes.Compare, frame: Frame) -> None:
+        self.write("(")
+        self._weigh(node.expr, frame)
+        for operand in node.ops:
+            self.write(f" {operators[operand.op]} ")
+            self._weigh(operand.expr, frame)
+        self.write(")")
+
+    def _weigh(self, node: jinja2.nodes.Expr, frame: Frame) -> None:
+        self.write("environment.weighed(")
+        self.visit(node, frame)
+        self.write(")")
 
     def visit_Concat(self, node: jinja2.nodes.Concat, frame: Frame) -> None:
         self.write("environment.joined((")
@@ -235,6 +256,18 @@ def _check_text(name: str, text: str | bytes, args: tuple[Any, ...], kwargs: dic
     elif name in ("expandtabs", "ljust", "rjust", "center", "zfill"):
         widest = max((a for a in args if isinstance(a, int)), default=8)
         _check_product(str(text).count("\t") + 1, " " * widest)
+
+
+def _bounded_test(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A test (`is eq`, `is in`) that checks its arguments."""
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        _weighed([v for v in (*args, *kwargs.values()) if isinstance(v, (str, bytes, list, tuple, dict))])
+        return function(*args, **kwargs)
+
+    call.bounded = True  # type: ignore[attr-defined]
+    return call
 
 
 def _bounded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:

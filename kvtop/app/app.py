@@ -35,7 +35,7 @@ from kvtop.paint.motion import Motion
 from kvtop.paint.palette import Palette
 from kvtop.play.session import Session
 from kvtop.state.dashboard import DashboardState
-from kvtop.terminal.textual_door import OrderedApp
+from kvtop.terminal.textual_door import BURST, OrderedApp
 from kvtop.text import cut, safe_text
 from kvtop.widgets.bars.hint import KeyLine
 from kvtop.widgets.chat.prompt import Prompt
@@ -217,6 +217,8 @@ class KvtopApp(OrderedApp):
 
     def _woken(self) -> None:
         self._waking = False
+        if self.input_waits and self.wall() - self._painted_at < BURST:
+            return  # the clock paints what a burst of keys has changed
         if self.main.is_attached:
             self.paint()
 

@@ -45,7 +45,9 @@ class Report:
             else []
         )
         verdict = "ok" if self.ok else f"{self.found:,} violation{'s' * (self.found != 1)}"
-        sums = f"{verdict}: {self.batches:,} batches, {self.snapshots:,} snapshots"
+        sums = (
+            f"{verdict}: {self.batches:,} batches, {self.snapshots:,} snapshot{'s' * (self.snapshots != 1)}"
+        )
         return [*shown, *rest, *self.notes, sums]
 
     def as_dict(self) -> dict[str, Any]:

@@ -226,8 +226,8 @@ def _diverged(
     return found(
         "diverged",
         "first miss: new text" if is_turn else f"first miss: differs at token {token:,}{where}",
-        f"The prompt equals an earlier one up to token {token:,}; from there on the text differs{where}, "
-        f"so {missing:,} tokens were computed.",
+        f"The prompt equals an earlier one up to token {token:,}; from there on the text differs{where}. "
+        f"Only full blocks can be read, so {missing:,} tokens were computed.",
         token=token,
     )
 

@@ -21,6 +21,8 @@ FORGET = 60.0
 """Seconds without a full buffer after which a slow terminal is taken for a fast one again."""
 FAST = 2.5e5
 """Bytes a second from which on a terminal is not slow: it takes the largest frames in a few tenths of a second."""
+SLOWEST = 100.0
+"""Bytes a second that every terminal is taken to be worth, also one that has taken nothing for a while."""
 SLICE = 0.1
 """Seconds for which a slow terminal is given work at once: a key's echo comes behind it."""
 LEAST, MOST = 0.2, 3.0
@@ -133,6 +135,9 @@ class Output:
         taken = 0
         while self._left and (some := self._write_some()):
             taken += some
+        if self._is_gone:
+            self._stop_watching()
+            return
         now = time.monotonic()
         if self._watching:
             self._measure(now, taken)
@@ -164,7 +169,7 @@ class Output:
         self._taken_since += taken
         since = now - self._measured_from
         if since >= LEAST:
-            rate = self._taken_since / since
+            rate = max(SLOWEST, self._taken_since / since)
             self._rate = rate if rate < FAST else None
             self._measured_from, self._taken_since = now, 0
 

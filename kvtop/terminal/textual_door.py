@@ -16,6 +16,8 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from functools import partial
+from math import inf
+from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from rich.cells import cell_len
@@ -50,6 +52,9 @@ if TYPE_CHECKING:
 
 SETTLED = 0.5
 """Seconds that the next input waits at most for the handlers of the one before."""
+
+BURST = 0.1
+"""Seconds between two frames while input waits: a burst of keys is handled first and drawn after."""
 
 MOST_COLUMNS, MOST_ROWS = 2000, 1000
 """Of a terminal; what is further right or below is not drawn."""
@@ -295,6 +300,8 @@ class FrameCompositor(Compositor):
         super().__init__()
         self._of = screen
         self._front: Front | None = None
+        self._drawn_at = -inf
+        """Clock of the latest frame."""
         self._next_line = 0
         """Where the next slice of a frame begins."""
 
@@ -323,6 +330,12 @@ class FrameCompositor(Compositor):
         self, full: bool = False, screen_stack: list[Screen[Any]] | None = None, simplify: bool = False
     ) -> RenderableType | None:
         """What to send, or None if that is nothing now."""
+        now, app = monotonic(), None if self._of is None else self._of.app
+        if isinstance(app, OrderedApp) and app.input_waits and now - self._drawn_at < BURST:
+            if full:
+                self._dirty_regions.add(self.size.region)
+            return None
+        self._drawn_at = now
         output = self._output
         if output is None:
             return super().render_update(full, screen_stack, simplify)
@@ -507,6 +520,11 @@ class OrderedApp(App[int]):
 
     # -------------------------------------------------------------------------------------- input
 
+    @property
+    def input_waits(self) -> bool:
+        """Input was read that is not handled yet."""
+        return bool(self._input)
+
     def post_message(self, message: Message) -> bool:
         """Input is held back while the handlers of the input before it run: they may change what has the focus,
         which screen is in front, or what is selected."""
@@ -552,8 +570,11 @@ class OrderedApp(App[int]):
                 self.fail(error)
         finally:
             self._settling = None
+        waited = bool(self._input)
         while self._input and self._settling is None and self.is_running:
             self._pass_on(self._input.popleft())
+        if waited and not self._input:
+            self.call_later(self._draw_held)
 
     def _handlers(self, message: Message) -> list[MessagePump]:
         """Who handles this input, from the inside out."""

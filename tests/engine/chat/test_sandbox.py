@@ -60,6 +60,15 @@ HUGE = {
     "output": "{% for i in range(99999) %}{{ 'a' * 9999999 }}{% endfor %}",
     "range": "{{ range(10**10) | list }}",
     "macro": "{% macro m(x) %}{{ x }}{{ x }}{% endmacro %}" + often("{% set ns.x = m(ns.x) %}"),
+    "lists compared": often("{% set ns.x = [ns.x, ns.x] %}", "['a']") + "{% if ns.x == ns.x %}{% endif %}",
+    "two lists compared": "{% set ns = namespace(a=[1], b=[1]) %}{% for i in range(40) %}{% set ns.a = [ns.a, ns.a] %}"
+    "{% set ns.b = [ns.b, ns.b] %}{% endfor %}{{ ns.a == ns.b }}",
+    "two lists in order": "{% set ns = namespace(a=[1], b=[1]) %}{% for i in range(40) %}{% set ns.a = [ns.a, ns.a] %}"
+    "{% set ns.b = [ns.b, ns.b] %}{% endfor %}{{ 'b' if ns.a < ns.b }}",
+    "a list in a list": "{% set ns = namespace(a=[1], b=[1]) %}{% for i in range(40) %}{% set ns.a = [ns.a, ns.a] %}"
+    "{% set ns.b = [ns.b, ns.b] %}{% endfor %}{{ ns.a in [ns.b] }}",
+    "a test of two lists": "{% set ns = namespace(a=[1], b=[1]) %}{% for i in range(40) %}{% set ns.a = [ns.a, ns.a] %}"
+    "{% set ns.b = [ns.b, ns.b] %}{% endfor %}{{ ns.a is eq ns.b }}",
     "block set": often("{% set y %}{{ ns.x }}{{ ns.x }}{% endset %}{% set ns.x = y %}"),
 }
 SLOW = {

@@ -136,6 +136,20 @@ async def test_a_slow_terminal_is_left_time(reader: Reader) -> None:
     await reading
 
 
+async def test_a_terminal_that_took_nothing_and_goes_away_ends_nothing(
+    reader: Reader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its measured speed is never nothing, by which a time would be divided."""
+    monkeypatch.setattr(output, "LEAST", 0.0)
+    reader.out.write(LONG)
+    await asyncio.sleep(0.05)
+    reader.out._measure(time.monotonic(), 0)
+    assert reader.out.limit is not None and reader.out.limit > 0
+    os.close(reader.fd)
+    await asyncio.sleep(0.1)
+    assert reader.gone == 1
+
+
 async def test_frames_that_fill_the_buffer_do_not_make_a_terminal_slow(reader: Reader) -> None:
     """It takes them at once; that few are written says nothing of how many it could take."""
     reading = asyncio.create_task(reader.read(2.0))
