@@ -60,6 +60,7 @@ def started(config: EngineConfig, model: Built, seed: int, epoch: float, *, samp
     able += ["text"] if model.tokenizer else []
     able += ["device"] if samples else []
     own = {"model", "dtype", "device", "block_size", "num_blocks", "max_model_len", "hash_seed"}
+    knobs = {name: value for name, value in asdict(config).items() if name not in own} | model.knobs
     return EngineStarted(
         schema=SCHEMA,
         source=model.source,
@@ -74,5 +75,5 @@ def started(config: EngineConfig, model: Built, seed: int, epoch: float, *, samp
         hash_seed=seed,
         epoch=epoch,
         max_model_len=runner.max_model_len,
-        knobs=Knobs(**{k: v for k, v in asdict(config).items() if k not in own} | model.knobs),
+        knobs=Knobs(**{name: knobs[name] for name in Knobs.__struct_fields__ if name in knobs}),
     )

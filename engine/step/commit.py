@@ -33,7 +33,7 @@ class _Outcome(msgspec.Struct, eq=False):
     output: StepOutput
     now: float
     rows: list[tuple[int, Sequence, Row]]
-    """Those that count, with their place in the plan."""
+    """(place in the plan, sequence, row) of the rows that count."""
     bad: dict[Request, None] = {}
     """Requests whose logits were not finite."""
     searches: dict[Request, BeamSearch] = {}
@@ -69,7 +69,7 @@ class Commit:
         self._clock = clock
 
     def apply(self, flight: Flight, output: StepOutput) -> None:
-        """`flight` was executed with this output and is in flight no more."""
+        """Commit `flight`, which was executed with `output` and was removed from the flights."""
         step = self._outcome(flight, output)
         self._take_offers(step)
         self._advance(step)
@@ -95,7 +95,7 @@ class Commit:
         return step
 
     def _take_offers(self, step: _Outcome) -> None:
-        """What each beam could go on with."""
+        """Hand the candidate tokens of each beam to its search."""
         for i, seq, row in step.rows:
             request = seq.request
             if row.top and request.search is not None and request.error is None and request not in step.bad:
@@ -105,7 +105,7 @@ class Commit:
                     step.searches[request] = request.search
 
     def _advance(self, step: _Outcome) -> None:
-        """KV of the rows is there; what was sampled is appended."""
+        """Count the KV of the rows as computed, and append the sampled tokens."""
         advance, now, token_ids, logprobs = (
             self._generation.advance,
             step.now,
@@ -122,7 +122,7 @@ class Commit:
                 step.logprobs += [(*one, p) for one, p in zip(tokens, thoughts, strict=False)]
 
     def _move_beams(self, step: _Outcome) -> None:
-        """One step of each beam search whose beams have all offered."""
+        """Move each beam search on whose beams all have candidates."""
         for request, search in step.searches.items():
             with _alone(request):
                 step.pruned += self._generation.move_beams(request, search, step.advanced, step.now)
@@ -182,7 +182,7 @@ class Commit:
         step.done |= {request: None for request, search in step.searches.items() if search.over}
 
     def _end(self, step: _Outcome) -> None:
-        """Requests that are through, and those that failed."""
+        """Requests that are finished, and those that failed."""
         failed = dict.fromkeys([s.request for _, s, _ in step.rows if s.request.error is not None])
         for request in step.done:
             if request not in failed:
@@ -194,9 +194,8 @@ class Commit:
                 continue
             readers = self._paging.invalidate(request.branches[0], self._flights)
             self._ending.finish(request, "error", _NOT_FINITE)
-            self._scheduler.preempt_all(
-                readers, self._flights
-            )  # of the next step: they read before this was known
+            # Sequences of the next step have read the bad blocks: they start over.
+            self._scheduler.preempt_all(readers, self._flights)
 
 
 @contextmanager

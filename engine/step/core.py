@@ -234,6 +234,7 @@ class EngineCore:
         begun = not self._full and self.begin() is not None
         if begun:
             self._launch(self.flights[-1])
+        # Without steps ahead always here; else when a second step is in flight, or nothing new could begin.
         if self.flights and (self._full or not begun):
             return self._land()
         return None

@@ -37,14 +37,16 @@ def click_command(command: Command) -> click.Command:
         except SetupError as error:
             raise given.blamed(error) from None
 
-    made = [_parameter(s) for s in command.settings.values()]
+    # A command that has the options of others asks for none of them.
+    settings = command.settings.values()
+    made = [_parameter(s, required=s.knob.required and not command.others) for s in settings]
     return _Command(command.name, params=made, callback=run, help=command.help, epilog=command.epilog)
 
 
-def _parameter(setting: Setting) -> click.Parameter:
+def _parameter(setting: Setting, *, required: bool) -> click.Parameter:
     if setting.knob.argument:
         return click.Argument([setting.name], type=_Word(setting), metavar=metavar(setting))
-    return _Option(setting)
+    return _Option(setting, required=required)
 
 
 class _Word(click.ParamType[Any]):
@@ -91,7 +93,7 @@ def _source(param: click.Parameter | None, ctx: click.Context | None) -> Source 
 class _Option(click.Option):
     """An option of a setting. Nothing is its default: the field has it."""
 
-    def __init__(self, setting: Setting) -> None:
+    def __init__(self, setting: Setting, *, required: bool) -> None:
         self.setting = setting
         switch = setting.kind is bool
         flags = f"{setting.flag}/--no-{setting.flag[2:]}" if switch else setting.flag
@@ -99,7 +101,8 @@ class _Option(click.Option):
             [setting.name, *setting.knob.short, flags],
             type=_Switch(setting) if switch else _Word(setting),
             multiple=setting.many,
-            **({"required": True} if setting.knob.required else {"default": None}),
+            # In newer versions of click a default of None counts as a value.
+            **({"required": True} if required else {"default": None}),
             envvar=setting.variable,
             help=setting.knob.help,
         )

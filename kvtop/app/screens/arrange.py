@@ -1,8 +1,9 @@
 """Which panels fit into a terminal, and how large each one is.
 
-A pure function of the terminal's size, the view and what is switched on; the screen applies its answer. ORDER says
-who gets rows first. Invariants: a panel has at least its smallest height or is left out whole; the cells of one row
-of panels add up to the terminal's width and all rows to its height; any size, down to 1 x 1, has an answer.
+A pure function of the terminal's size, the view and what is switched on; the screen applies its answer. NEEDS says
+how many rows a panel takes, and the lists in `_arrange_side`, `_arrange_stack` and `_fill_left` who gets them first.
+Invariants: a panel has at least its smallest height or is left out whole; the cells of one row of panels add up to
+the terminal's width and all rows to its height; any size, down to 1 x 1, has an answer.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ class Need(NamedTuple):
     least: int
     """With fewer it is left out."""
     good: int
-    """What it gets before those that come later in ORDER get any."""
+    """What it gets before those that come later in its list get any."""
     wants: int
     """More than this does not help it."""
 
 
-ORDER: dict[str, Need] = {
+NEEDS: dict[str, Need] = {
     "chat-box": Need(5, 7, ALL),
     "map-box": Need(6, 8, ALL),
     "queues-box": Need(5, 8, ALL),
@@ -41,12 +42,12 @@ ORDER: dict[str, Need] = {
     "tables": Need(5, 7, 10),
     "kernels-box": Need(11, 11, 15),
 }
-"""Panels and rows of panels. Where there are too few rows, the last ones are left out first."""
+"""Panels, and rows of panels. Where there are too few rows, the last of a list are left out first."""
 
 FIRST = frozenset({"chat-box", "map-box", "queues-box", "strip-box", "detail-box", "log-box"})
 """These join as soon as they have their least; the others wait until those before them have what is good for them."""
 
-PLACED = frozenset(ORDER) | frozenset(
+PLACED = frozenset(NEEDS) | frozenset(
     ("header", "keys", "step", "ask", "hint", "caption", "top", "left", "pool", "side", "memory-low-box")
     + ("ttft-box", "itl-box", "throughput-box", "device-box")
     + ("cache-box", "table-box", "evictions-box", "events-box")
@@ -164,18 +165,18 @@ def _arrange_side(plan: Plan, asked: Asked, width: int, rows: int) -> None:
     """Chat, map and queues next to each other; look-up, graphs and tables below."""
     view, chatty = asked.view, asked.view != "ops"
     queues, graphs = view != "chat", view != "chat"
-    least = max(ORDER[name].least for name in ("chat-box", "map-box", "queues-box"))
+    least = max(NEEDS[name].least for name in ("chat-box", "map-box", "queues-box"))
     if asked.logs or asked.selected:
-        good = max(least, ORDER["detail-box"].good)
+        good = max(least, NEEDS["detail-box"].good)
     else:
         good = max(least, min(_TOP_GOOD[view], rows))
     bands = [("top", Need(least, good, _TOP_WANTS))]
-    strip = ORDER["strip-box"]
+    strip = NEEDS["strip-box"]
     if rows >= least + strip.wants:
         strip = strip._replace(least=strip.good)
     bands += [("strip-box", strip)] * chatty
-    bands += [("log-box", ORDER["log-box"])] * asked.logs
-    bands += [(name, ORDER[name]) for name in ("graphs", "tables") if graphs]
+    bands += [("log-box", NEEDS["log-box"])] * asked.logs
+    bands += [(name, NEEDS[name]) for name in ("graphs", "tables") if graphs]
     given = share(rows, bands)
     top = given["top"]
     columns = {"left": (4, 2)[view == "ops"], "map-box": (5, 3)[view == "ops"], "side": (4, 2)[view == "ops"]}
@@ -194,10 +195,10 @@ def _arrange_side(plan: Plan, asked: Asked, width: int, rows: int) -> None:
         _fill_left(plan, asked, wide["left"], top)
     memory_below = False
     if queues:
-        side = [("queues-box", ORDER["queues-box"]), ("budget-box", ORDER["budget-box"])]
-        side.append(("memory-box", ORDER["memory-box"]))
+        side = [("queues-box", NEEDS["queues-box"]), ("budget-box", NEEDS["budget-box"])]
+        side.append(("memory-box", NEEDS["memory-box"]))
         if asked.profiled:
-            side.append(("kernels-box", ORDER["kernels-box"]))
+            side.append(("kernels-box", NEEDS["kernels-box"]))
         _stack(plan, "side", wide["side"], share(top, side))
         memory_below = "memory-box" not in plan.sizes
     if "graphs" in given:
@@ -212,13 +213,13 @@ def _arrange_side(plan: Plan, asked: Asked, width: int, rows: int) -> None:
 def _arrange_stack(plan: Plan, asked: Asked, width: int, rows: int) -> None:
     """One above the other. In view all, and where rows are few, the queues are next to the map."""
     chatty, queues = asked.view != "ops", asked.view != "chat"
-    narrow_queues = queues and (chatty or rows < ORDER["map-box"].least + ORDER["queues-box"].least)
-    bands = [("map-box", ORDER["map-box"])]
-    bands += [("left", ORDER["detail-box" if asked.selected else "chat-box"])] * (chatty or asked.selected)
-    bands += [("queues-box", ORDER["queues-box"])] * (queues and not narrow_queues)
-    bands += [("strip-box", ORDER["strip-box"])] * chatty
-    bands += [("log-box", ORDER["log-box"])] * asked.logs
-    bands += [(name, ORDER[name]) for name in ("graphs", "tables") if queues]
+    narrow_queues = queues and (chatty or rows < NEEDS["map-box"].least + NEEDS["queues-box"].least)
+    bands = [("map-box", NEEDS["map-box"])]
+    bands += [("left", NEEDS["detail-box" if asked.selected else "chat-box"])] * (chatty or asked.selected)
+    bands += [("queues-box", NEEDS["queues-box"])] * (queues and not narrow_queues)
+    bands += [("strip-box", NEEDS["strip-box"])] * chatty
+    bands += [("log-box", NEEDS["log-box"])] * asked.logs
+    bands += [(name, NEEDS[name]) for name in ("graphs", "tables") if queues]
     given = share(rows, bands)
     pool = given["map-box"]
     if narrow_queues:
@@ -250,11 +251,11 @@ def _arrange_stack(plan: Plan, asked: Asked, width: int, rows: int) -> None:
 def _fill_left(plan: Plan, asked: Asked, width: int, rows: int) -> None:
     """The chat and a block's details; the details alone where there is no chat, or no room for both."""
     if not asked.selected:
-        members = [("chat-box", ORDER["chat-box"])]
-    elif asked.view == "ops" or rows < ORDER["chat-box"].good + ORDER["detail-box"].good:
-        members = [("detail-box", ORDER["detail-box"]._replace(least=1))]
+        members = [("chat-box", NEEDS["chat-box"])]
+    elif asked.view == "ops" or rows < NEEDS["chat-box"].good + NEEDS["detail-box"].good:
+        members = [("detail-box", NEEDS["detail-box"]._replace(least=1))]
     else:
-        members = [("chat-box", ORDER["chat-box"]), ("detail-box", ORDER["detail-box"])]
+        members = [("chat-box", NEEDS["chat-box"]), ("detail-box", NEEDS["detail-box"])]
     _stack(plan, "left", width, share(rows, members))
 
 

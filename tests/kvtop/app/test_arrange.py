@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 
-from kvtop.app.screens.arrange import ORDER, PLACED, Asked, Plan, arrange, is_tiny
+from kvtop.app.screens.arrange import NEEDS, PLACED, Asked, Plan, arrange, is_tiny
 from kvtop.app.screens.main import Box
 from kvtop.options import VIEWS, View
 from tests.kvtop.screen import show
@@ -43,7 +43,7 @@ def check(asked: Asked) -> None:
     for name, rows in boxes(plan).items():
         if name == "detail-box" and "chat-box" not in plan.sizes:
             continue  # it takes the place of the chat
-        assert rows >= ORDER[LIKE.get(name, name)].least, (asked, name, rows)
+        assert rows >= NEEDS[LIKE.get(name, name)].least, (asked, name, rows)
 
 
 @pytest.mark.parametrize("view", VIEWS)
@@ -62,7 +62,7 @@ def test_map_and_queues_come_before_everything_else(view: View) -> None:
         later = ("budget-box", "memory-box", "graphs", "tables", "kernels-box")
         if any(name in plan.sizes for name in later):
             assert (
-                shown["map-box"] >= ORDER["map-box"].good and shown["queues-box"] >= ORDER["queues-box"].good
+                shown["map-box"] >= NEEDS["map-box"].good and shown["queues-box"] >= NEEDS["queues-box"].good
             )
 
 
