@@ -18,6 +18,7 @@ from kvtop.record.audit import LAWS
 from kvtop.state.explain import Reason
 from kvtop.widgets.base.panel import Panel
 from tests.kvtop.record.test_fields import UNPROVEN
+from tests.syntax import syntax_tree
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
@@ -105,7 +106,7 @@ def test_walls_are_those_of_the_linter() -> None:
 def defined(path: Path) -> set[str]:
     """Functions, classes and methods (`Class.method`) of a module."""
     out: set[str] = set()
-    for node in ast.parse(path.read_text("utf-8")).body:
+    for node in syntax_tree(path.read_text("utf-8")).body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             out.add(node.name)
         if isinstance(node, ast.ClassDef):

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.syntax import syntax_tree
+
 if TYPE_CHECKING:
     from engine.files.model_files import ModelFiles
 
@@ -36,7 +38,7 @@ MODULES = {
 def imports(path: Path) -> set[str]:
     """Modules of ours that this file imports, inside functions too; not those for typing alone."""
     found: set[str] = set()
-    todo: list[ast.AST] = [ast.parse(path.read_text("utf-8"))]
+    todo: list[ast.AST] = [syntax_tree(path.read_text("utf-8"))]
     while todo:
         node = todo.pop()
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):

@@ -130,7 +130,7 @@ async def test_a_slow_terminal_is_left_time(reader: Reader) -> None:
     begin = time.monotonic()
     while reader.out.is_full:
         await asyncio.sleep(0.005)
-    assert 0.1 < time.monotonic() - begin < 2
+    assert 0.1 < time.monotonic() - begin < 10
     await asyncio.sleep(0.05)
     assert reader.free > 2, "it says when"
     await reading

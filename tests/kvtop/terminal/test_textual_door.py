@@ -25,6 +25,7 @@ from textual.widgets import Input
 
 from kvtop.terminal import textual_door
 from tests.kvtop.screen import show
+from tests.syntax import syntax_tree
 
 ROOT = Path(textual_door.__file__).parents[2]
 DOOR = Path(textual_door.__file__)
@@ -111,7 +112,7 @@ async def test_private_attributes_hold_what_is_expected() -> None:
 
 
 def test_every_private_name_of_the_door_is_checked_here() -> None:
-    tree = ast.parse(DOOR.read_text("utf-8"))
+    tree = syntax_tree(DOOR.read_text("utf-8"))
     used = {
         node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and _is_private(node.attr)
     }
@@ -124,14 +125,14 @@ def test_every_private_name_of_the_door_is_checked_here() -> None:
 
 def test_no_other_file_imports_a_private_module_of_textual() -> None:
     for path in FILES:
-        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        for node in ast.walk(syntax_tree(path.read_text("utf-8"))):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("textual._"):
                 assert path == Path(__file__), path
 
 
 def test_no_other_file_of_kvtop_reads_a_private_name_that_is_not_its_own() -> None:
     files = [path for path in FILES if path.is_relative_to(ROOT / "kvtop")]
-    trees = {path: ast.parse(path.read_text("utf-8")) for path in files}
+    trees = {path: syntax_tree(path.read_text("utf-8")) for path in files}
     ours = set[str]().union(*map(_defined, trees.values()))
     for path, tree in trees.items():
         for node in ast.walk(tree):
@@ -143,11 +144,11 @@ def test_no_class_of_kvtop_uses_a_private_name_of_the_textual_class_below_it() -
     """Neither on purpose nor by chance: an attribute of the same name would break both."""
     theirs = set[str]()
     for kind in (App, Screen, Widget, DOMNode, MessagePump, ScrollView, Container, Input):
-        theirs |= _defined(ast.parse(inspect.getsource(inspect.getmodule(kind))))  # type: ignore[arg-type]
+        theirs |= _defined(syntax_tree(inspect.getsource(inspect.getmodule(kind))))  # type: ignore[arg-type]
     for path in FILES:
         text = path.read_text("utf-8")
         if path.is_relative_to(ROOT / "kvtop") and "from textual" in text:
-            used = {n for n in _defined(ast.parse(text)) if not n.startswith("_on_")}
+            used = {n for n in _defined(syntax_tree(text)) if not n.startswith("_on_")}
             assert not used & theirs, path
 
 
