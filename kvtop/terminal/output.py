@@ -17,6 +17,8 @@ LAST_WORDS = 0.3
 """Seconds that the terminal is given at the end to take what is left."""
 MOST_WAITING = 4 << 20
 """Bytes after which what waits is thrown away: nobody reads this terminal."""
+MOST_AT_ONCE = 1 << 16
+"""Bytes of one write, more than a pseudo-terminal takes."""
 FORGET = 60.0
 """Seconds without a full buffer after which a slow terminal is taken for a fast one again."""
 FAST = 2.5e5
@@ -120,7 +122,8 @@ class Output:
         if self._blocks and not select.select([], [self._fd], [], 0)[1]:
             return 0
         try:
-            taken = os.write(self._fd, self._left[:256] if self._blocks else self._left)
+            # A copy: a bytearray cannot be cut while a write in another thread still holds it.
+            taken = os.write(self._fd, bytes(self._left[: 256 if self._blocks else MOST_AT_ONCE]))
         except (BlockingIOError, InterruptedError):
             return 0
         except OSError:  # hung up
