@@ -13,8 +13,10 @@ import select
 import time
 from collections.abc import Callable
 
-LAST_WORDS = 0.3
-"""Seconds that the terminal is given at the end to take what is left."""
+LAST_WORDS = 0.15
+"""Seconds that the terminal is given at the end to take what is left of a frame."""
+GIVE_BACK = 0.45
+"""Seconds that it is given after that for what restores it: a reader that is only busy must not miss this."""
 MOST_WAITING = 4 << 20
 """Bytes after which what waits is thrown away: nobody reads this terminal."""
 MOST_AT_ONCE = 1 << 16
@@ -95,7 +97,7 @@ class Output:
         if not drained:
             self._left[:] = b"\x18"  # CAN ends a control sequence of which only half was taken
         self._left += text.encode()
-        return self._drain(end + (0 if drained else LAST_WORDS / 3)) and drained
+        return self._drain(end + GIVE_BACK) and drained
 
     def close(self) -> None:
         """Give the descriptor back."""
